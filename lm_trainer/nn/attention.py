@@ -25,41 +25,42 @@ from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, BlockSpec, QkNormSpec, 
 from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size
 
 Window = int
-"""Number of positions visible to a query; 0: no limit."""
+"""Number of positions that a query attends to, including its own; 0: no limit."""
 
 
 class ForwardContext(NamedTuple):
     """Arrays shared by all layers of one forward pass."""
 
     positions_BS: jax.Array
-    """int32, position inside the document."""
+    """int32; position of each query inside its document."""
     key_positions_BT: jax.Array
-    """int32, positions of the keys."""
+    """int32; positions of the keys."""
     biases_B1ST: Mapping[Window, jax.Array]
-    """float32, added to the scores: 0 or `MASK_VALUE`. One per window used by a layer; none with ring attention."""
+    """float32; added to the scores: 0 or `MASK_VALUE`. One array per distinct window of the layers; empty with ring
+    attention."""
     valid_BS: jax.Array
     """bool, false for padding."""
     segments_BS: jax.Array | None = None
-    """int32, source of the biases; None with a KV cache."""
+    """int32; the segments from which the biases were computed; None with a KV cache."""
     key_segments_BT: jax.Array | None = None
     """int32, segments of the keys, from which ring attention builds its masks block by block; None for other
     backends."""
     memory: jax.Array | KvCache | None = None
-    """Target of cross-attention: the output of an encoder, [B, F, D], or its keys and values for all layers."""
+    """The encoder output that cross-attention attends to, [B, F, D], or its keys and values for all layers."""
 
 
 def unique_windows(blocks: tuple[BlockSpec, ...]) -> list[Window]:
-    """The windows of all layers, without duplicates."""
+    """Returns the distinct windows of all layers."""
     return sorted({block.attention.window or 0 for block in blocks})
 
 
 def make_context(
     blocks: tuple[BlockSpec, ...], positions_BS: jax.Array, segments_BS: jax.Array, *, ring: bool = False
 ) -> ForwardContext:
-    """Context for rows under self-attention; `ring`: for `ring_attention`, with positions in its order."""
+    """Builds the context for self-attention within rows; with `ring`, positions have the order of `ring_attention`."""
     key_positions_BT = all_gather(positions_BS, "context", 1)
     if ring:
-        # Two integers per position are small compared to the keys, which are not gathered.
+        # Gathering two integers per position is cheap compared to gathering the keys, which ring attention avoids.
         key_segments_BT = all_gather(segments_BS, "context", 1)
         return ForwardContext(positions_BS, key_positions_BT, {}, segments_BS >= 0, segments_BS, key_segments_BT)
     biases = {window: causal_bias(segments_BS, window) for window in unique_windows(blocks)}
@@ -67,21 +68,21 @@ def make_context(
 
 
 def make_cache_context(blocks: tuple[BlockSpec, ...], positions_BT: jax.Array, capacity: int) -> ForwardContext:
-    """Context for new positions that attend to a cache, which includes them."""
+    """Builds the context for new positions that attend to a cache, which already includes them."""
     slots_1C = jnp.arange(capacity, dtype=jnp.int32)[None]
     biases = {window: cache_bias(positions_BT, capacity, window) for window in unique_windows(blocks)}
     return ForwardContext(positions_BT, slots_1C, biases, jnp.ones(positions_BT.shape, bool))
 
 
 def causal_bias(segments_BS: jax.Array, window: Window = 0) -> jax.Array:
-    """float32 [B, 1, S, T]: a query sees itself and the earlier positions of its row in the same segment.
+    """Returns float32 [B, 1, S, T]: a query attends to itself and the earlier positions of its row in the same segment.
 
-    T equals S, or the length of the full row if its positions are sharded over devices.
+    T equals S, or the length of the full row if the positions of a row are sharded over devices.
     """
     segments_BT = all_gather(segments_BS, "context", 1)
     query_S = key_T = jnp.arange(segments_BT.shape[1])
     if axis_size("context") > 1:
-        # Positions in the full row, like the key positions.
+        # Positions in the full row, because the key positions are too.
         query_S = axis_index("context") * segments_BS.shape[1] + jnp.arange(segments_BS.shape[1])
     allowed_BST = (query_S[None, :, None] >= key_T[None, None, :]) & (
         segments_BS[:, :, None] == segments_BT[:, None, :]
@@ -92,7 +93,7 @@ def causal_bias(segments_BS: jax.Array, window: Window = 0) -> jax.Array:
 
 
 def cache_bias(positions_BT: jax.Array, capacity: int, window: Window = 0) -> jax.Array:
-    """float32 [B, 1, T, C]: a query at position p sees slots 0 to p of its row's cache."""
+    """Returns float32 [B, 1, T, C]: a query at position p attends to slots 0 to p (inclusive) of its row's cache."""
     slots_C = jnp.arange(capacity)[None, None, :]
     allowed_BTC = slots_C <= positions_BT[:, :, None]
     if window:
@@ -143,17 +144,17 @@ class Attention(nnx.Module):
         adapter_key: jax.Array | None = None,
         cache: KvCache | None = None,
     ) -> tuple[jax.Array, KvCache | None]:
-        """Attends within `x_BSD`, or with a cache to all of its positions, including `x_BSD`.
+        """Attends within `x_BSD` or, with a cache, to all positions in the cache, which include `x_BSD`.
 
         `key` is for dropout of the probabilities, `adapter_key` for dropout in adapters.
         """
         q_BSNH, k_BTKH, v_BTKH = self._project_qkv(x_BSD, context.positions_BS, adapter_key)
         if cache is not None:
             cache, k_BTKH, v_BTKH = cache.write(layer, context.positions_BS, k_BTKH, v_BTKH)
-        # Before the product: scores of 16-bit operands are rounded to 16 bits before the softmax.
+        # Cast before the product, because scores of 16-bit operands are rounded to 16 bits before the softmax.
         if self.spec.scores.upcast:
             q_BSNH, k_BTKH = q_BSNH.astype(jnp.float32), k_BTKH.astype(jnp.float32)
-        # Scales the queries instead of the scores, which have T / H times as many elements; kernels expect scaled
+        # Scales the queries because the scores have T / H times as many elements, and because kernels expect scaled
         # queries.
         q_BSNH = q_BSNH * self._score_scale(layer, q_BSNH.dtype)
         if context.segments_BS is not None and context.key_segments_BT is not None:
@@ -174,7 +175,7 @@ class Attention(nnx.Module):
         q_BSNH, k_BSKH, v_BSKH = (linear(x_BSD, key=key) for linear in (self.q, self.k, self.v))
         if (limit := self.spec.clip) is not None:
             q_BSNH, k_BSKH, v_BSKH = (jnp.clip(x, -limit, limit) for x in (q_BSNH, k_BSKH, v_BSKH))
-        # Norms before rotations: the gains of a norm differ between the two dimensions mixed by a rotation.
+        # Norms before rotations: a norm has a different gain for each of the two dimensions that a rotation mixes.
         if self.q_norm is not None and self.k_norm is not None:
             q_BSNH, k_BSKH = self.q_norm(q_BSNH), self.k_norm(k_BSKH)
         if isinstance(self.spec.positions, RopeSpec):
@@ -193,6 +194,6 @@ class Attention(nnx.Module):
         scores = self.spec.scores
         scale = jnp.float32(self.spec.head_dim**-0.5 if scores.scale is None else scores.scale)
         if scores.inverse_layer:
-            # Arrays, since the layer index is traced if the layers run as a loop.
+            # An array, because the layer index is traced if the layers run as a loop.
             scale = scale / (jnp.asarray(layer, jnp.float32) + 1.0)
         return scale.astype(dtype)

@@ -1,4 +1,4 @@
-"""Attention dispatch: selects and calls a backend for queries, keys and values.
+"""Attention dispatch: selects an attention backend and calls it.
 
 Shape letters: B rows, S queries, T keys, N heads, K key and value heads, H head size.
 """
@@ -31,7 +31,7 @@ _REASONS = {name: kernel.unsupported_reason for name, kernel in _KERNELS.items()
 
 _NO_KERNEL = "the platform has no fused kernel"
 _MAX_PAIR_BYTES = 8 * 2**30
-"""Limit, in bytes, of query-key pair arrays for which `auto` gathers the keys of a row."""
+"""Maximum size, in bytes, of arrays over query-key pairs for which `auto` gathers the keys of a row."""
 
 
 class BackendChoice(NamedTuple):
@@ -44,9 +44,10 @@ class BackendChoice(NamedTuple):
 def choose_backend(spec: AttentionSpec, metadata: AttentionMetadata) -> BackendChoice:
     """Selects a backend that supports `spec`.
 
-    A backend requested by the spec applies to self-attention. If it cannot decode, xla does, so every model can
-    generate text on any platform. With `auto`, devices that share the positions of a row use ring attention if the
-    arrays over all pairs of their queries and the row's keys would be large, and no kernel if none is needed.
+    A backend requested by the spec applies to self-attention. If the requested backend cannot decode, decoding uses
+    xla, so every model can generate text on any platform. If devices share the positions of a row, `auto` selects ring
+    attention when the arrays over all pairs of their queries and the row's keys would be large, and no kernel is needed
+    otherwise.
 
     Raises:
         UserError: if the spec requests a backend that does not support it.
@@ -63,7 +64,7 @@ def choose_backend(spec: AttentionSpec, metadata: AttentionMetadata) -> BackendC
         return _choose_for_shared_rows(spec, metadata, supported, reason)
     if supported is not None:
         return BackendChoice(supported, "asked for" if supported == requested else "can do all that the model asks for")
-    # Never falls back silently: a kernel requested for training is used, or refused with an error.
+    # Never falls back silently: a kernel requested for training is either used or rejected with an error.
     if requested != "auto" and not metadata.cached:
         raise UserError(f"attn_backend: {reason}; write xla, or auto to let it be chosen")
     return BackendChoice("xla", reason)
@@ -72,9 +73,10 @@ def choose_backend(spec: AttentionSpec, metadata: AttentionMetadata) -> BackendC
 def _choose_for_shared_rows(
     spec: AttentionSpec, metadata: AttentionMetadata, kernel: str | None, no_kernel_reason: str
 ) -> BackendChoice:
-    # Bytes per row, so the size depends neither on the microbatch nor on the number of devices that share a batch.
+    # Bytes per row, so the result depends neither on the microbatch size nor on the number of devices that share a
+    # batch.
     pairs = metadata.queries * metadata.keys
-    # Kernels read only the mask, in float32 and in the compute dtype; xla also holds scores and their gradient.
+    # Kernels read only the mask, in float32 and in the compute dtype; xla also stores the scores and their gradient.
     pairs_at_once = min(spec.scores.block_size or metadata.queries, metadata.queries) * metadata.keys
     size = 6 * pairs if kernel else 4 * pairs + 2 * 4 * spec.num_heads * pairs_at_once
     size_note = (
@@ -89,12 +91,12 @@ def _choose_for_shared_rows(
 
 
 def uses_ring(blocks: Iterable[BlockSpec], dtype: DTypeLike, queries: int) -> bool:
-    """Returns true if a model computes attention with `ring_attention`, whose layout its layers then use.
+    """Returns true if a model computes attention with `ring_attention`; its layers then use the layout of the ring.
 
     Args:
-        blocks: its layers, which share the layout: if one of them uses a ring, all do.
+        blocks: the model's layers. They share the layout: if one of them uses a ring, all do.
         dtype: dtype of the values.
-        queries: positions of a row on this device.
+        queries: number of positions of a row on this device.
 
     Raises:
         UserError: as `choose_backend`.
@@ -109,7 +111,7 @@ def uses_ring(blocks: Iterable[BlockSpec], dtype: DTypeLike, queries: int) -> bo
 
 
 def _describe_call(dtype: DTypeLike, queries: int, keys: int, *, cached: bool = False) -> AttentionMetadata:
-    """Describes attention in the program that is being traced."""
+    """Describes an attention call in the program that is being traced."""
     return AttentionMetadata(
         target_platform(),
         dtype,
@@ -131,7 +133,7 @@ def check_backends(blocks: Iterable[BlockSpec], metadata: AttentionMetadata) -> 
         choose_backend(attention, metadata)
 
 
-# Cached: called for every layer of every traced program, but each choice should be logged once.
+# Cached so that each choice is logged once; the function is called for every layer of every traced program.
 @functools.cache
 def _log_backend(choice: BackendChoice) -> None:
     logger.info("attention is computed by %s: %s", choice.backend, choice.reason)
@@ -152,26 +154,26 @@ def dispatch_attention(  # noqa: PLR0913 - the arguments of attention
     For ring attention (`uses_ring`), which takes no bias, call `ring_attention` instead.
 
     Args:
-        spec: the attention.
+        spec: the attention spec.
         q_BSNH: queries, already scaled.
         k_BTKH: keys; if devices share the positions of a row, the keys of this device.
-        v_BTKH: values, likewise. With the backend xla, value vectors may have another size than key vectors; the result
-            has the size of the values.
-        bias_BNST: float32, contains the mask; may have a single head for all.
-        segments_BS: int32, source of the mask for self-attention; None with a cache.
+        v_BTKH: values, likewise. With the xla backend, value vectors may differ in size from key vectors; the result
+            then has the size of the value vectors.
+        bias_BNST: float32; contains the mask. May have a single head, which then applies to all heads.
+        segments_BS: int32; the segments from which the mask of self-attention was built; None with a cache.
         key: for dropout of the probabilities; None disables it.
 
     Raises:
         UserError: as `choose_backend`.
     """
-    # A query attends to keys of the full row, so devices that share its positions gather them.
+    # A query attends to keys of the full row, so devices that share the positions of a row gather its keys and values.
     k_BTKH, v_BTKH = all_gather(k_BTKH, "context", 1), all_gather(v_BTKH, "context", 1)
     inputs = AttentionInputs(q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS)
     choice = choose_backend(
         spec, _describe_call(v_BTKH.dtype, q_BSNH.shape[1], k_BTKH.shape[1], cached=segments_BS is None)
     )
     assert choice.backend != "ring"
-    # If no other choice was possible, there is no need to log it.
+    # If no other choice was possible, there is nothing to log.
     if choice.backend != spec.scores.backend and choice.reason != _NO_KERNEL:
         _log_backend(choice)
     if choice.backend in _KERNELS:

@@ -21,10 +21,10 @@ from lm_trainer.nn.spec import BlockSpec, MoeSpec
 
 
 class Block(nnx.Module):
-    """Computes `x += post(f(pre(x)))` with f = attention, cross-attention if there is an encoder, then the MLP. An
-    absent norm is the identity.
+    """Computes `x += post(f(pre(x)))` for each sublayer f in turn: attention, cross-attention if there is an encoder,
+    and the MLP. An absent norm is the identity.
 
-    With `parallel`, the MLP has the same input as attention.
+    With `parallel`, the MLP reads the same input as attention.
     """
 
     def __init__(self, spec: BlockSpec, dim: int, *, init: Initializer):
@@ -52,17 +52,18 @@ class Block(nnx.Module):
         key: jax.Array | None = None,
         cache: KvCache | None = None,
     ) -> tuple[jax.Array, KvCache | None, RouterStats | None]:
-        """Returns the residual stream after this layer, the cache, and the router statistics (None without a router).
+        """Returns the residual stream after this layer, the cache, and the router statistics (None if there is no
+        router).
 
-        `key` belongs to this layer; None disables dropout.
+        `key` is the dropout key of this layer; None disables dropout.
         """
         inner, after_attention, after_mlp = (None,) * 3 if key is None else jax.random.split(key, 3)
         adapters = None if key is None else jax.random.fold_in(key, 3)
-        # Profiles and rooflines show these names.
+        # These names appear in profiles and rooflines.
         with jax.named_scope("attention"):
             h_BSD = self.attention_pre_norm(x_BSD)
             a_BSD, cache = self.attention(h_BSD, context, layer, key=inner, adapter_key=adapters, cache=cache)
-            # For policies that save this result; the norm after it is cheap, and is recomputed.
+            # For policies that save this result. The norm after it is cheap, so it is recomputed.
             a_BSD = checkpoint_name(a_BSD, "attention")
             y_BSD = x_BSD + dropout(self.attention_post_norm(a_BSD), self.dropout, after_attention)
         if self.cross is not None:

@@ -13,9 +13,11 @@ from jax.typing import DTypeLike
 
 
 class KvCache(NamedTuple):
-    """Slot p of a row holds position p of this row, so rows of different lengths need no left padding.
+    """Cache with one array for all layers: slot p of a row holds position p, so rows of different lengths need no left
+    padding.
 
-    Slots after a row's newest position have undefined content: they are written before a query can see them.
+    The content of the slots after a row's newest position is undefined; they are written before a query can attend to
+    them.
     """
 
     k: jax.Array
@@ -25,7 +27,7 @@ class KvCache(NamedTuple):
 
     @classmethod
     def empty(cls, shape: tuple[int, int, int, int, int], dtype: DTypeLike) -> KvCache:
-        """Makes a cache of a shape [L, B, C, K, H]."""
+        """Makes a cache of shape [L, B, C, K, H], filled with zeros."""
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     @property
@@ -41,23 +43,23 @@ class KvCache(NamedTuple):
     def write(
         self, layer: jax.Array | int, positions_BT: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array
     ) -> tuple[KvCache, jax.Array, jax.Array]:
-        """Stores keys and values of one layer at their positions.
+        """Stores the keys and values of one layer at their positions.
 
-        Returns the cache, and all keys and values of the layer, [B, C, K, H]. Positions past its capacity are dropped.
+        Returns the cache, and all keys and values of the layer, [B, C, K, H]. Positions past the capacity are dropped.
         """
-        # Indexes row and position together, because the rows of a batch are at different positions.
+        # Indexes row and position together, because the rows of a batch can be at different positions.
         rows_B1 = jnp.arange(positions_BT.shape[0])[:, None]
-        # Shorter rows are padded on the right, maybe past the capacity: these positions are never read.
+        # Shorter rows are padded on the right, possibly past the capacity; the padding positions are never read.
         k = self.k.at[layer, rows_B1, positions_BT].set(k_BTKH.astype(self.k.dtype), mode="drop")
         v = self.v.at[layer, rows_B1, positions_BT].set(v_BTKH.astype(self.v.dtype), mode="drop")
         return KvCache(k, v), k[layer], v[layer]
 
 
 class SplitKvCache(NamedTuple):
-    """Like `KvCache`, with separate arrays for each layer in the order in which attention multiplies them, to avoid
-    copies.
+    """Like `KvCache`, but with separate arrays for each layer, in the dimension order in which attention multiplies
+    them, which avoids copies.
 
-    For unrolled layers: each takes the first arrays, and appends them at the end.
+    Only for unrolled layers: each layer takes the first pair of arrays and appends the updated pair at the end.
     """
 
     layers: tuple[tuple[jax.Array, jax.Array], ...]
@@ -65,7 +67,7 @@ class SplitKvCache(NamedTuple):
 
     @classmethod
     def empty(cls, shape: tuple[int, int, int, int, int], dtype: DTypeLike) -> SplitKvCache:
-        """Makes a cache of a shape [L, B, C, K, H]."""
+        """Makes a cache from the shape [L, B, C, K, H], filled with zeros."""
         count, rows, capacity, heads, size = shape
         zeros = lambda: jnp.zeros((rows, heads, capacity, size), dtype)  # noqa: E731
         return cls(tuple((zeros(), zeros()) for _ in range(count)))
@@ -83,11 +85,11 @@ class SplitKvCache(NamedTuple):
     def write(
         self, layer: jax.Array | int, positions_BT: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array
     ) -> tuple[SplitKvCache, jax.Array, jax.Array]:
-        """Same as `KvCache.write`, for one layer after another."""
+        """Same as `KvCache.write`; must be called for the layers in order."""
         del layer
         rows_B1 = jnp.arange(positions_BT.shape[0])[:, None]
         first, *other_layers = self.layers
-        # The head index is between the row and position indices, so their dimensions come first in the update.
+        # The head index is between the row and position indices, so the indexed dimensions come first in the update.
         k, v = (
             old.at[rows_B1, :, positions_BT].set(new.astype(old.dtype), mode="drop")
             for old, new in zip(first, (k_BTKH, v_BTKH), strict=True)

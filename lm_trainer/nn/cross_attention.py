@@ -43,9 +43,11 @@ class CrossAttention(nnx.Module):
         key: jax.Array | None = None,
         adapter_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Attends from every position to all of `memory`, [B, S, D]; arguments as in `ForwardContext` and `Attention`.
+        """Attends from every position to all of `memory`; returns [B, S, D]. Arguments as in `ForwardContext` and
+        `Attention`.
 
-        Precomputed keys and values may have fewer rows: then several consecutive rows of `x_BSD` share each of them.
+        Precomputed keys and values may have fewer rows than `x_BSD`: several consecutive rows of `x_BSD` then share one
+        row.
         `key` is for dropout of the probabilities, `adapter_key` for dropout in adapters.
         """
         assert memory is not None
@@ -59,7 +61,8 @@ class CrossAttention(nnx.Module):
             q_BSNH, k_BFKH = q_BSNH.astype(jnp.float32), k_BFKH.astype(jnp.float32)
         scale = self.spec.head_dim**-0.5 if scores.scale is None else scores.scale
         q_BSNH = q_BSNH * jnp.asarray(scale, q_BSNH.dtype)
-        # Beams of a row share the encoder output: without a mask, their queries are equivalent to more positions.
+        # Beams of a row share the encoder output. As there is no mask, their queries can be treated as more positions
+        # of one row.
         shared_BSNH = q_BSNH.reshape(k_BFKH.shape[0], -1, *q_BSNH.shape[2:])
         bias_11SF = jnp.zeros((1, 1, shared_BSNH.shape[1], k_BFKH.shape[1]), jnp.float32)
         o_BSNH = dispatch_attention(self.spec, shared_BSNH, k_BFKH, v_BFKH, bias_11SF, key=key)

@@ -21,15 +21,15 @@ from lm_trainer.nn.spec import AttentionSpec
 
 _PLATFORMS = ("gpu", "cuda")
 _MIN_CAPABILITY = (8, 0)
-"""Compute capability of the first GPU generation with these kernels, Ampere."""
+"""Compute capability of Ampere, the first GPU generation with these kernels."""
 _BLACKWELL = (10, 0)
 _REPEATS_ON_BLACKWELL = 91801
 """First version of cuDNN, 9.18.1, whose backward pass can sum in a fixed order on Blackwell GPUs
 (https://github.com/NVIDIA/TransformerEngine/pull/2584)."""
 _HEAD_DIM = 128
 _MASKED = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
-"""Lowest bias in each dtype it computes in. The kernels scale scores by log2(e), and subtract masked scores from each
-other: near the largest number, both would be infinite, and their difference NaN."""
+"""Lowest bias in each compute dtype. The kernels scale scores by log2(e) and subtract masked scores from each other:
+near the largest representable number, both would be infinite and their difference NaN."""
 
 
 def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str | None:
@@ -52,7 +52,7 @@ def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str 
 
 
 def device_unsupported_reason() -> str | None:
-    """Reason why the GPU of this process has no such kernel; None if it may have one, or without a GPU."""
+    """Returns the reason why this process's GPU has no cuDNN kernel; None if it may have one or there is no GPU."""
     gpu: Any = next((device for device in jax.local_devices() if device.platform == "gpu"), None)
     if gpu is None:
         return None
@@ -68,7 +68,7 @@ def device_unsupported_reason() -> str | None:
 
 
 def cudnn_version() -> int | None:
-    """Version of cuDNN used by JAX, such as 91801 for 9.18.1; None without cuDNN."""
+    """Returns the version of cuDNN that JAX uses, such as 91801 for 9.18.1; None without cuDNN."""
     # JAX has no public function for this.
     from jax._src.lib import cuda_versions
 
@@ -80,10 +80,10 @@ def compute(spec: AttentionSpec, inputs: AttentionInputs) -> jax.Array:
     del spec
     q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS = inputs
     bias_BNST = jnp.maximum(bias_BNST, _MASKED[v_BTKH.dtype.name]).astype(v_BTKH.dtype)
-    # The bias contains the causal mask as well, but only the flag skips hidden blocks, which are half of them. A window
-    # stays in the bias: before cuDNN 9.10 a window and a bias cannot be combined.
+    # The bias contains the causal mask as well, but only the flag makes the kernel skip hidden blocks, which are half
+    # of all blocks. A window remains in the bias, because before cuDNN 9.10 a window and a bias cannot be combined.
     self_attention = segments_BS is not None and q_BSNH.shape[1] == k_BTKH.shape[1]
-    # A scale of 1: the queries are already scaled.
+    # A scale of 1, because the queries are already scaled.
     return jax.nn.dot_product_attention(
         q_BSNH, k_BTKH, v_BTKH, bias_BNST, scale=1.0, is_causal=self_attention, implementation="cudnn"
     )

@@ -1,11 +1,11 @@
 """Estimates of the diagonal of the loss's Hessian, for optimizers that scale the step of each parameter by its
 curvature.
 
-Both return sums over microbatches, and both need a separate key per microbatch. With L the sum of the weighted losses
-of the full batch and W the sum of the weights, the training loss is L / W, and
+Both functions return sums over microbatches, and both need a separate key for each microbatch. With L the sum of the
+weighted losses of the full batch and W the sum of the weights, the training loss is L / W, and
 
-- `hutchinson` sums to an unbiased estimate of diag(H) of L: divide it by W;
-- `gauss_newton_bartlett` sums to a gradient g of L: the estimate is g * g / W.
+- the sum of `hutchinson` is an unbiased estimate of diag(H) of L: divide it by W;
+- the sum of `gauss_newton_bartlett` is a gradient g of L: the estimate is g * g / W.
 
 Shape letters: B rows, S positions, N tokens (B x S), C tokens of one block, D hidden dimension, V vocabulary.
 """
@@ -27,20 +27,21 @@ from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.stages import LossSums, StagedLoss, Stream, hidden_after_layers
 
 Loss = Callable[[Any, Batch, jax.Array | None], tuple[Any, ...]]
-"""`loss(model, batch, key)`; its first result is the sum of the weighted losses, a float32 scalar; key for dropout."""
+"""`loss(model, batch, key)`: its first result is the sum of the weighted losses, a float32 scalar; the key is for
+dropout."""
 
-# Folded into the key, so dropout and sampling are independent.
+# Folded into the key, so that dropout and sampling are independent.
 _DROPOUT, _SAMPLING = 0, 1
 
 
 def hutchinson(loss: Loss, model: nnx.Module, batch: Batch, key: jax.Array) -> Any:
     """Computes U * (H u) for random signs u: Sophia-H's estimate (Liu et al. 2023, arXiv 2305.14342, algorithm 1).
 
-    Signs instead of normal numbers: the expectation is the same and the variance smaller (Hutchinson 1990). Costs about
-    two gradients, and their memory.
+    Random signs have the same expectation as normal numbers and a smaller variance (Hutchinson 1990). Costs the time
+    and memory of about two gradients.
 
     Returns:
-        A nested dict like the model's parameters, in their dtypes.
+        A nested dict with the structure and dtypes of the model's parameters.
 
     Raises:
         UserError: as `jvp_of_gradient`.
@@ -51,14 +52,14 @@ def hutchinson(loss: Loss, model: nnx.Module, batch: Batch, key: jax.Array) -> A
     signs = jax.tree.unflatten(
         structure, [jax.random.rademacher(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
     )
-    # Forward mode over reverse mode: one pass through the gradient gives H u, and needs no saved values for another
+    # Forward mode over reverse mode: one pass through the gradient gives H u, and no values are saved for a further
     # pass.
     _, product = jvp_of_gradient(jax.grad(objective), (params,), (signs,))
     return jax.tree.map(jnp.multiply, signs, product)
 
 
 def jvp_of_gradient(gradient: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
-    """`jax.jvp` of a function that contains a gradient.
+    """Computes `jax.jvp` of a function that contains a gradient.
 
     Raises:
         UserError: if the model requires an attention kernel whose gradient has no derivative.
@@ -68,7 +69,7 @@ def jvp_of_gradient(gradient: Callable[..., Any], primals: tuple[Any, ...], tang
 
 
 def sign_keys(key: jax.Array, count: int) -> jax.Array:
-    """Derives the keys from which `hutchinson` draws the signs of `count` parameters from the key of the microbatch."""
+    """Derives, from the key of a microbatch, the keys from which `hutchinson` draws the signs of `count` parameters."""
     return jax.random.split(jax.random.fold_in(key, _SAMPLING), count)
 
 
@@ -85,27 +86,27 @@ def gauss_newton_bartlett(
     al. 2023, arXiv 2305.14342, algorithm 2). Costs a gradient and a forward pass.
 
     Args:
-        loss: a cross-entropy of the targets, possibly weighted.
+        loss: cross-entropy of the targets, possibly weighted.
         model: the decoder.
         batch: the rows; their targets are ignored.
         key: for sampling and for dropout.
         dtype: compute dtype of the forward pass for sampling.
-        block_size: number of tokens whose logits exist at a time while sampling; None: all.
+        block_size: number of tokens whose logits are held at a time during sampling; None: all tokens.
 
     Returns:
-        A nested dict like the model's parameters, in their dtypes.
+        A nested dict with the structure and dtypes of the model's parameters.
     """
     dropout_key = jax.random.fold_in(key, _DROPOUT)
     h_BSD, _ = model.batch_hidden_and_stats(batch, dtype=dtype, key=dropout_key)
     targets_BS = _sample_targets(model, h_BSD, jax.random.fold_in(key, _SAMPLING), block_size)
-    # The same dropout as for sampling, so the targets come from the same distribution that is differentiated. They are
-    # integers: no gradient flows through sampling.
+    # The same dropout as for sampling, so the differentiated model is the one that the targets were sampled from.
+    # Targets are integers, so no gradient flows through sampling.
     objective, params = _loss_of_params(loss, model, batch._replace(targets=targets_BS), dropout_key)
     return jax.grad(objective)(params)
 
 
 def with_dropout_key(loss: StagedLoss) -> StagedLoss:
-    """Derives the dropout key of `loss` from the key of an estimate, which is also used for sampling."""
+    """Makes `loss` derive its dropout key from the key of an estimate, because sampling uses that key too."""
 
     def fold_key(key: jax.Array | None) -> jax.Array | None:
         return None if key is None else jax.random.fold_in(key, _DROPOUT)
@@ -121,10 +122,10 @@ def with_dropout_key(loss: StagedLoss) -> StagedLoss:
 
 
 def staged_gauss_newton_bartlett(loss: StagedLoss, *, block_size: int | None = None) -> StagedLoss:
-    """Returns, in stages, the loss on sampled targets, whose gradient is `gauss_newton_bartlett`.
+    """Returns a staged loss on sampled targets; its gradient is `gauss_newton_bartlett`.
 
     Args:
-        loss: a cross-entropy of the targets.
+        loss: cross-entropy of the targets.
         block_size: as for `gauss_newton_bartlett`.
     """
     loss_with_dropout_key = with_dropout_key(loss)
@@ -145,9 +146,9 @@ def _loss_of_params(
 
 
 def _sample_targets(model: Decoder, h_BSD: jax.Array, key: jax.Array, block_size: int | None) -> jax.Array:
-    """Samples one token for each position, int32 [B, S], from the distribution predicted by the model."""
+    """Samples one token for each position from the distribution that the model predicts; returns int32 [B, S]."""
     h_ND = h_BSD.reshape(-1, h_BSD.shape[-1])
-    # As many blocks as needed, all of the same size, so the last block may need padding.
+    # As many blocks as needed, all of the same size; the last block may therefore need padding.
     count = -(-h_ND.shape[0] // (block_size or h_ND.shape[0]))
     size = -(-h_ND.shape[0] // count)
     padded = jnp.pad(h_ND, [(0, count * size - h_ND.shape[0]), (0, 0)])

@@ -1,4 +1,4 @@
-"""The decoder shared by all families.
+"""The decoder that all model families share.
 
 Shape letters: B rows, S positions, T new tokens, D hidden dimension, V vocabulary, C cache capacity.
 """
@@ -30,7 +30,7 @@ from lm_trainer.parallel.collectives import axis_size
 
 
 class Embedding(nnx.Module):
-    """Token table, and the operations between its rows and the first layer."""
+    """Token embedding table, and the operations between an embedding and the first layer."""
 
     def __init__(self, spec: DecoderSpec, *, init: Initializer):
         self.spec = spec.embedding
@@ -41,7 +41,7 @@ class Embedding(nnx.Module):
 
     @jax.named_scope("embedding")
     def __call__(self, tokens_BS: jax.Array, positions_BS: jax.Array) -> jax.Array:
-        """float32 [B, S, D]; NaN for a token or position past its table, which indexing would silently clamp."""
+        """Returns float32 [B, S, D]; NaN for a token or position past its table, which indexing would silently clip."""
         x_BSD = self.lookup(tokens_BS)
         if self.spec.scale is not None:
             x_BSD = x_BSD * self.spec.scale
@@ -50,7 +50,7 @@ class Embedding(nnx.Module):
         return self.norm(x_BSD)
 
     def lookup(self, tokens_BS: jax.Array) -> jax.Array:
-        """Looks up rows of the token table, without further operations; NaN for a token past its end."""
+        """Looks up rows of the token table without further operations; a token past the end of the table gives NaN."""
         return jnp.take(read(self.tokens), tokens_BS, axis=0, mode="fill")
 
 
@@ -59,7 +59,7 @@ HeadMatmulFn = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def _head_matmul(h_MD: jax.Array, w_VD: jax.Array) -> jax.Array:
-    # Sums and results in float32: between 16 and 32, bfloat16 has steps of 1/8, too coarse for logits.
+    # Sums and results are float32: between 16 and 32, bfloat16 has steps of 1/8, which is too coarse for logits.
     return jnp.matmul(h_MD, w_VD.T, preferred_element_type=jnp.float32)
 
 
@@ -67,18 +67,18 @@ HeadKey = jax.Array | tuple[jax.Array, jax.Array] | None
 
 
 class DropoutKeys(NamedTuple):
-    """Keys of dropout; None disables it."""
+    """Dropout keys of the parts of the model; None disables dropout."""
 
     embed: jax.Array | None = None
     """For `Decoder.embed_input`."""
     blocks: jax.Array | None = None
-    """For the layers; each folds its index into the key."""
+    """For the layers; each layer folds its index into the key."""
     head: HeadKey = None
-    """For `Decoder.head_input`; some models use several."""
+    """For `Decoder.head_input`; some models use several keys."""
 
 
 class Decoder(nnx.Module):
-    """A decoder-only transformer, built from its spec. Parameters are float32 and stacked over layers."""
+    """A decoder-only transformer built from its spec. Parameters are float32 and stacked over layers."""
 
     def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
         self.spec = spec
@@ -92,11 +92,11 @@ class Decoder(nnx.Module):
         self.new_cache: Callable[[tuple[int, int, int, int, int], DTypeLike], Any] = KvCache.empty
 
     def set_head_matmul(self, matmul: HeadMatmulFn) -> None:
-        """Computes the head's product with `matmul` from now on."""
+        """Makes the head compute its product with `matmul`."""
         self.head_matmul = matmul
 
     def set_cache(self, kind: type[KvCache | SplitKvCache]) -> None:
-        """Stores keys and values in a cache of this kind from now on."""
+        """Makes `init_cache` create caches of this kind."""
         self.new_cache = kind.empty
 
     def __call__(
@@ -126,7 +126,7 @@ class Decoder(nnx.Module):
     def batch_hidden_and_stats(
         self, batch: Batch, *, dtype: DTypeLike = jnp.float32, key: jax.Array | None = None
     ) -> tuple[jax.Array, RouterStats | None]:
-        """`hidden_and_stats` for the rows of a batch, with all inputs used by this kind of model."""
+        """Same as `hidden_and_stats` for a batch; passes all fields of the batch that this kind of model reads."""
         tokens_BS, positions_BS, segments_BS = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
         return self.hidden_and_stats(tokens_BS, positions_BS, segments_BS, dtype=dtype, key=key)
 
@@ -142,17 +142,18 @@ class Decoder(nnx.Module):
         """Computes the inputs of the head, [B, S, D] in `dtype`, and the router statistics (None without routers).
 
         Args:
-            tokens_BS: int32.
-            positions_BS: int32, position inside the document.
-            segments_BS: int32; a position attends only to earlier ones of its row in the same segment; -1 is padding.
+            tokens_BS: int32 token ids.
+            positions_BS: int32; position of each token inside its document.
+            segments_BS: int32; a position attends only to itself and earlier positions of its row in the same segment;
+                -1 is padding.
             dtype: dtype of activations and of the operands of matrix products.
             key: for dropout; None disables it.
         """
         keys = self.dropout_keys(key)
         ring = uses_ring(self.spec.blocks, dtype, tokens_BS.shape[1])
-        # Reordered here and not where rows are sharded: integers go to their ring positions and one stream comes back,
-        # which is small compared to the keys of a layer. Code that reads a row in order (targets, custom losses) sees
-        # the original layout.
+        # Reordered here and not where rows are sharded: the integers are sent to their ring positions and the final
+        # stream is sent back, which is small compared to the keys of a layer. Code that reads a row in order (targets,
+        # custom losses) sees the original layout.
         row = tokens_BS, positions_BS, segments_BS
         ordered_tokens_BS, ordered_positions_BS, ordered_segments_BS = map(to_zigzag, row) if ring else row
         x_BSD = self.embed_input(ordered_tokens_BS, ordered_positions_BS, dtype=dtype, key=keys.embed)
@@ -183,16 +184,16 @@ class Decoder(nnx.Module):
         return dropout(x_BSD, self.spec.embedding.dropout, key)
 
     def head_input(self, x_BSD: jax.Array, tokens_BS: jax.Array, segments_BS: jax.Array, *, key: HeadKey) -> jax.Array:
-        """Computes the inputs of the head from the stream after the last layer."""
+        """Computes the inputs of the head from the stream after the last layer, with the final norm."""
         del tokens_BS, segments_BS, key
         return self.final_norm(x_BSD)
 
     def head_weight(self) -> jax.Array:
-        """Matrix of the head, [V, D] in the parameter dtype: logits are the head's softcap of h w^T."""
+        """Returns the matrix w of the head, [V, D] in the parameter dtype; logits are the softcap of h w^T."""
         return read(self.embed.tokens if self.head is None else self.head)
 
     def logits(self, h_BSD: jax.Array) -> jax.Array:
-        """Applies the head: float32 [B, S, V] from the result of `hidden`; the product is in the dtype of `h_BSD`."""
+        """Computes logits, float32 [B, S, V], from the result of `hidden`; operands are in the dtype of `h_BSD`."""
         w_VD = self.head_weight().astype(h_BSD.dtype)
         h_MD = h_BSD.reshape(-1, h_BSD.shape[-1])
         logits_MV = self.head_matmul(h_MD, w_VD)
@@ -203,15 +204,15 @@ class Decoder(nnx.Module):
         return logits_MV.reshape(*h_BSD.shape[:-1], -1)
 
     def init_cache(self, batch_size: int, capacity: int, *, dtype: DTypeLike = jnp.float32) -> KvCache:
-        """Makes an empty cache with `capacity` positions for `batch_size` rows each; `decode` computes in its dtype."""
+        """Makes an empty cache for `batch_size` rows of `capacity` positions; `decode` computes in its dtype."""
         attention = self.spec.blocks[0].attention
-        # One array for all layers: their heads agree in number and size, even if other settings differ.
+        # One array for all layers: they agree in the number and size of heads, even if other settings differ.
         shape = (len(self.spec.blocks), batch_size, capacity, attention.kv_heads, attention.head_dim)
         return self.new_cache(shape, dtype)
 
     def decode(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KvCache) -> tuple[jax.Array, KvCache]:
-        """Continues from a cache with the same results as a full forward pass: logits, float32 [B, T, V], and the new
-        cache.
+        """Continues from a cache. Returns the logits, float32 [B, T, V], which equal the logits of a full forward pass,
+        and the new cache.
 
         Arguments as for `decode_hidden`.
         """
@@ -219,12 +220,12 @@ class Decoder(nnx.Module):
         return self.logits(h_BTD), cache
 
     def decode_hidden(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KvCache) -> tuple[jax.Array, KvCache]:
-        """Computes the hidden states at T more positions of each row, [B, T, D], and the cache with their keys and
-        values.
+        """Computes the hidden states at T more positions of each row, [B, T, D], and the cache that includes their keys
+        and values.
 
-        A result at position p is valid if positions 0 to p of its row were passed in order, in this call or before.
-        Shorter rows are padded on the right with any tokens at the following positions; the results there are
-        meaningless, and a later call overwrites their cache entries.
+        A result at position p is valid if positions 0 to p of its row have been passed in order, in this call or
+        earlier ones. Shorter rows are padded on the right with arbitrary tokens at the following positions; the results
+        there are meaningless, and a later call overwrites their cache entries.
         """
         x_BTD = self.embed(tokens_BT, positions_BT).astype(cache.dtype)
         context = make_cache_context(self.spec.blocks, positions_BT, cache.capacity)

@@ -28,7 +28,7 @@ from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.nn.stack import build_blocks, run_blocks
 
 _WIDTH = 3
-"""Width of the convolutions, in frames."""
+"""Kernel width of the convolutions, in frames."""
 
 
 class Encoder(nnx.Module):
@@ -41,7 +41,8 @@ class Encoder(nnx.Module):
         dim, kernel = {"embed": spec.hidden_dim}, {"kernel": _WIDTH}
         self.conv1 = Linear({**kernel, "features": self.spec.num_features}, dim, bias=True, init=init)
         self.conv2 = Linear({**kernel, "channels": spec.hidden_dim}, dim, bias=True, init=init)
-        # A parameter, since checkpoints hold it at their precision; `frozen_params` of a model keeps it fixed.
+        # A parameter, because checkpoints store it at their own precision. The `frozen_params` of a model keep it
+        # fixed.
         table = jnp.asarray(sinusoids(self.spec.num_positions, spec.hidden_dim))
         self.positions = nnx.Param(table, logical_axes=("position", "embed"))
         self.blocks = build_blocks(self.stack, init=init)
@@ -51,10 +52,10 @@ class Encoder(nnx.Module):
     def __call__(
         self, features_BMP: jax.Array, *, dtype: DTypeLike = jnp.float32, key: jax.Array | None = None
     ) -> jax.Array:
-        """Computes the stream after the last layer, normalized: [B, F, D] in `dtype`; the key is for dropout.
+        """Computes the normalized stream after the last layer, [B, F, D] in `dtype`. The key is for dropout.
 
         Raises:
-            UserError: for features whose shape does not match the spec.
+            UserError: if the shape of the features does not match the spec.
         """
         self._check_shape(features_BMP.shape)
         dropout_key, layers_key, adapters = (None,) * 3 if key is None else jax.random.split(key, 3)
@@ -76,9 +77,10 @@ class Encoder(nnx.Module):
 
 
 def _conv_windows(x_BMC: jax.Array, stride: int) -> jax.Array:
-    """Gathers the frames read by each position of a convolution, [B, M / stride, 3, C]; the row is zero-padded.
+    """Gathers the frames read by each position of a convolution, [B, M / stride, 3, C]. Rows are zero-padded at both
+    ends.
 
-    A convolution is then one product of two matrices, whose sums have the same order on every device.
+    The convolution is then a product of two matrices, whose sums have the same order on every device.
     """
     frames = x_BMC.shape[1]
     padded = jnp.pad(x_BMC, ((0, 0), (1, 1), (0, 0)))
@@ -93,15 +95,15 @@ def _unmasked_context(x_BFD: jax.Array) -> ForwardContext:
 
 
 class EncodedCache(NamedTuple):
-    """Keys and values of the tokens so far, and of the encoder output."""
+    """Keys and values of the tokens so far and of the encoder output."""
 
     self_attention: KvCache
     cross: KvCache
-    """[L, B, F, K, H]; constant."""
+    """[L, B, F, K, H]; they do not change during decoding."""
 
 
 class EncoderDecoder(Decoder):
-    """A decoder with an encoder. Each layer has cross-attention between self-attention and MLP."""
+    """A decoder with an encoder. Each layer has cross-attention between self-attention and the MLP."""
 
     def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
         super().__init__(spec, rngs=rngs)
@@ -113,7 +115,7 @@ class EncoderDecoder(Decoder):
         """Same as for `Decoder`.
 
         Raises:
-            UserError: for a batch without features.
+            UserError: if the batch has no features.
         """
         if batch.features is None:
             raise UserError(_NO_FEATURES)
@@ -127,18 +129,18 @@ class EncoderDecoder(Decoder):
         return self.head_input(x_BSD, tokens_BS, segments_BS, key=keys.head), stats
 
     def hidden_and_stats(self, *_: Any, **__: Any) -> Any:
-        """Raises `UserError`: this model needs features as well as tokens; use `batch_hidden_and_stats`."""
+        """Raises `UserError`, because this model needs features as well as tokens; use `batch_hidden_and_stats`."""
         raise UserError(_NO_FEATURES)
 
     def init_cache(self, *_: Any, **__: Any) -> Any:
-        """Raises `UserError`: a cache of this model is created from features; use `encode`."""
+        """Raises `UserError`, because a cache of this model is created from features; use `encode`."""
         raise UserError(_NO_FEATURES)
 
     def encode(self, features_BMP: jax.Array, capacity: int, *, dtype: DTypeLike = jnp.float32) -> EncodedCache:
-        """Encodes rows of features, and makes the cache for `decode`.
+        """Encodes rows of features and makes the cache for `decode`.
 
         Args:
-            features_BMP: float32.
+            features_BMP: float32 features of the input frames.
             capacity: number of token positions per row.
             dtype: dtype of the cache and of all computation.
         """
@@ -147,7 +149,7 @@ class EncoderDecoder(Decoder):
         def keys_and_values(block: nnx.Module) -> tuple[jax.Array, jax.Array]:
             return block.cross.keys_and_values(memory_BFD)  # pyright: ignore[reportAttributeAccessIssue]
 
-        # All layers are alike, so they are stacked in the only slot of the period.
+        # All layers have the same spec, so they are stacked in the only slot of the period.
         assert self.spec.period == 1
         cross = KvCache(*jax.lax.map(keys_and_values, self.blocks["0"]))
         return EncodedCache(super().init_cache(len(features_BMP), capacity, dtype=dtype), cross)

@@ -19,7 +19,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 @dataclass(frozen=True)
 class Initializer:
-    """Makes the parameters of a module. `dims` gives the size of each logical axis, in order; all are float32."""
+    """Makes float32 parameters of a module. `dims` maps the name of each logical axis to its size, in order."""
 
     rngs: nnx.Rngs
     std: float
@@ -27,26 +27,26 @@ class Initializer:
     residual_std: float
     """Standard deviation of weights that write to the residual stream."""
     flat: bool = False
-    """Samples one long row and reshapes it: compiles up to five times faster, but on a mesh each device first holds the
-    full array. For small arrays, such as a parameter of one layer."""
+    """Sample one long row and reshape it. This compiles up to five times faster, but on a mesh each device first holds
+    the full array. For small arrays, such as a parameter of one layer."""
 
     def normal(self, dims: Mapping[str, int], *, residual: bool = False) -> nnx.Param:
         """Samples from the normal distribution with mean 0."""
         shape = tuple(dims.values())
-        # Both ways draw the same bits: a generator numbers the elements of an array in C order.
+        # Both ways draw the same bits, because the generator numbers the elements of an array in C order.
         draw = jax.random.normal(self.rngs.params(), (math.prod(shape),) if self.flat else shape, jnp.float32)
         std = self.residual_std if residual else self.std
         return nnx.Param((std * draw).reshape(shape), logical_axes=tuple(dims))
 
     def constant(self, dims: Mapping[str, int], value: float) -> nnx.Param:
-        """Sets all elements to the same value."""
+        """Makes a parameter whose elements all have the same value."""
         return nnx.Param(jnp.full(tuple(dims.values()), value, jnp.float32), logical_axes=tuple(dims))
 
 
 def build_stacked(build: Callable[[nnx.Rngs], M], keys: jax.Array) -> M:
-    """Builds one module with the parameters of as many layers as keys: each parameter has a leading `layers` axis.
+    """Builds one module that holds as many layers as there are keys: each parameter has a leading `layers` axis.
 
-    The layers are built in a loop, so only one layer's random numbers exist at a time.
+    The layers are built in a loop, so the random numbers of only one layer exist at a time.
     """
     module = jax.lax.map(lambda key: build(nnx.Rngs(key)), keys)
     for _, variable in nnx.iter_graph(module):

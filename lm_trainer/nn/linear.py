@@ -19,21 +19,21 @@ from lm_trainer.nn.read import read
 from lm_trainer.nn.spec import Activation
 
 MatmulFn = Callable[[jax.Array, jax.Array], jax.Array]
-"""`matmul(x_MI, w_IO)` returns their product [M, O] in the dtype of `x_MI`."""
+"""`matmul(x_MI, w_IO)` returns the matrix product, [M, O] in the dtype of `x_MI`."""
 
 
 class Adapter(Protocol):
     """A trained module whose result is added to the result of a linear map."""
 
     def __call__(self, x_MI: jax.Array, key: jax.Array | None) -> jax.Array:
-        """Returns [M, O] in the dtype of `x_MI`; the key is for dropout, None disables it."""
+        """Returns [M, O] in the dtype of `x_MI`. The key is for dropout; None disables it."""
         ...
 
 
 class Linear(nnx.Module):
-    """Maps the trailing `inputs` dimensions of an array to `outputs`; the weight has the shape inputs + outputs.
+    """Maps the trailing dimensions `inputs` of an array to `outputs`; the weight has the shape inputs + outputs.
 
-    The weight keeps its dimensions, (embed, heads, head_size) for example, so a mesh can shard any of them.
+    The weight keeps its separate dimensions, for example (embed, heads, head_size), so a mesh can shard any of them.
     """
 
     def __init__(
@@ -49,24 +49,24 @@ class Linear(nnx.Module):
         self.weight = init.normal({**inputs, **outputs}, residual=residual)
         self.bias = init.constant(outputs, 0.0) if bias else None
         self.matmul: MatmulFn = jnp.matmul
-        # This attribute is part of the names of adapter parameters in checkpoints: `<module path>.lora.a`.
+        # The name of this attribute is part of the names of adapter parameters in checkpoints: `<module path>.lora.a`.
         self.lora: Adapter | None = None
 
     def set_matmul(self, matmul: MatmulFn) -> None:
-        """Computes the product with `matmul` from now on, for example with operands rounded to 8 bits."""
+        """Makes later calls compute the product with `matmul`, for example with operands rounded to 8 bits."""
         self.matmul = matmul
 
     def set_adapter(self, adapter: Adapter) -> None:
-        """Adds the result of `adapter`, a module, to every result from now on."""
+        """Makes later calls add the result of the module `adapter` to their result."""
         self.lora = nnx.data(adapter)
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """Maps [..., *inputs] to [..., *outputs] in the dtype of `x`, to which weight and bias are cast.
 
-        The key is for dropout in an adapter, None disables it.
+        The key is for dropout in an adapter; None disables it.
         """
         leading_shape = x.shape[: x.ndim - len(self.in_shape)]
-        # Products of two matrices: XLA:CPU runs the gradients of batched forms far slower.
+        # A product of two matrices, because XLA:CPU computes the gradients of batched products far more slowly.
         w_IO = read(self.weight, x.dtype).reshape(math.prod(self.in_shape), -1)
         x_MI = x.reshape(-1, w_IO.shape[0])
         y_MO = self.matmul(x_MI, w_IO)
@@ -77,8 +77,8 @@ class Linear(nnx.Module):
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Zeroes elements with probability `rate` and scales the others to keep the mean; without a key it returns `x`
-    unchanged.
+    """Zeroes elements with probability `rate` and scales the others so that the mean is unchanged. Returns `x`
+    unchanged if `key` is None.
     """
     if key is None or rate == 0.0:
         return x
@@ -92,7 +92,7 @@ def gelu_new(x: jax.Array) -> jax.Array:
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """Computes GELU exactly: the cumulative distribution function of the normal distribution at x, times x."""
+    """Computes exact GELU: x times the cumulative distribution function of the standard normal distribution at x."""
     return jax.nn.gelu(x, approximate=False)
 
 

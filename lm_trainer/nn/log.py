@@ -1,7 +1,7 @@
 """`log`: reports a value computed anywhere inside a model or a loss.
 
-While a step is traced, a call adds an equation of the primitive `log_p` to the jaxpr, which
-`lm_trainer.step.loss.logged` turns into a result of the loss. Otherwise a call has no effect on any program.
+While a step is traced, each call adds an equation with the primitive `log_p` to the jaxpr, which
+`lm_trainer.step.loss.logged` turns into a result of the loss. Otherwise a call has no effect on the program.
 """
 
 from __future__ import annotations
@@ -19,39 +19,41 @@ from jax.interpreters import ad, batching
 from lm_trainer.core.errors import UserError
 
 RESERVED = frozenset({"loss", "weight", "grad_norm", "tokens", "squares", "learning_rate"})
-"""Names that a step uses for its own scalars."""
+"""Names that steps use for their own scalars; calls of `log` may not use them."""
 
-# A context that JAX includes in the cache keys of traced functions: a function traced without a listener is traced a
-# second time with one. None: no listener; "": a step listens; otherwise the reason why values cannot be logged here.
+# JAX includes this context in the cache keys of traced functions: a function traced without a listener is traced a
+# second time with one. None: there is no listener; "": a step listens; otherwise the reason why values cannot be logged
+# here.
 _listener = jax.make_user_context(None)
 
 
 class Entry(NamedTuple):
-    """A call of `log` in the source of a program."""
+    """A call of `log` in the source code of a program."""
 
     name: str
     reduce: Literal["mean", "sum"]
     each: bool
     place: str
-    """File and line."""
+    """File name and line of the call."""
 
 
 def log(name: str, value: jax.typing.ArrayLike, *, reduce: Literal["mean", "sum"] = "mean", each: bool = False) -> None:
     """Logs a scalar as `train/NAME` and, in evaluation, `eval/NAME`; see docs/how-to/track-a-run.md.
 
     May be called under `jit`, `scan`, `cond` (identically in all branches) and `jax.checkpoint`. No gradient flows
-    through it. A call that runs several times in a microbatch, for example in a layer, reports the mean of its values.
-    Outside of a training step or an evaluation it has no effect.
+    through the value. A call that runs several times in a microbatch, for example in a layer, reports the mean of its
+    values. Outside of a training step or an evaluation a call has no effect.
 
     Args:
-        name: unique to one call in the source; may have a group, as `attention/entropy`.
-        value: a scalar, converted to float32.
-        reduce: `mean`: a property of the microbatch, averaged over microbatches by the sums of their weights. `sum`: a
-            weighted sum over tokens, which is added over microbatches and divided by the sum of weights.
-        each: also log every execution of the call separately, as `NAME/0`, `NAME/1`, ... in the order of execution.
+        name: name of the scalar, used by only one call in the source; may have a group, as in `attention/entropy`.
+        value: a scalar, which is converted to float32.
+        reduce: `mean` for a property of the microbatch, which is averaged over microbatches, weighted by their sums of
+            weights; `sum` for a weighted sum over tokens, which is added over microbatches and divided by the sum of
+            weights.
+        each: also log each execution of the call separately, as `NAME/0`, `NAME/1`, ... in the order of execution.
 
     Raises:
-        UserError: for a non-scalar value, a reserved name, or a call in code whose values cannot be returned.
+        UserError: if the value is not a scalar, the name is reserved, or the code around the call cannot return values.
     """
     listener = _listener.value
     if listener is None:
@@ -71,12 +73,12 @@ def log(name: str, value: jax.typing.ArrayLike, *, reduce: Literal["mean", "sum"
 
 
 def collecting_logs() -> AbstractContextManager[None]:
-    """Makes calls of `log` add their equations to programs traced in this context."""
+    """Makes `log` add an equation for each call to programs that are traced in this context."""
     return _listener("")
 
 
 def refusing_logs(reason: str) -> AbstractContextManager[None]:
-    """Refuses calls of `log` with this reason in programs traced in this context; a step would lose their values."""
+    """Rejects calls of `log`, with this reason, in programs traced in this context, which would lose the values."""
     return _listener(reason)
 
 
@@ -98,7 +100,7 @@ def _refuse_batching(values: Any, dims: Any, *, entry: Entry) -> Any:
 
 
 def _jvp_rule(primals: Any, tangents: Any, *, entry: Entry) -> Any:
-    del tangents  # of a value without gradient
+    del tangents  # a value without a gradient
     return log_p.bind(*primals, entry=entry), []
 
 

@@ -1,4 +1,5 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): a trained product of two thin matrices next to a frozen one.
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): the trained product of two thin matrices, added to a frozen
+matrix.
 
 Shape letters: L layers, M rows, I inputs, O outputs, R rank.
 """
@@ -22,17 +23,17 @@ from lm_trainer.nn.lora_config import LoraConfig
 from lm_trainer.nn.read import read
 
 ModuleNames = Mapping[str, Sequence[str]]
-"""Maps a parameter to the differently named modules that hold it, one per layer."""
+"""Maps a parameter name to the modules that hold the parameter under other names, one per layer."""
 
 _LORA = "lora"
 
 
 class Lora(nnx.Module):
-    """Adapter of one linear layer, stacked over layers like the layer itself; its result is added to the layer's."""
+    """Adapter of one linear layer, stacked over layers as that layer is; its result is added to the layer's result."""
 
     def __init__(self, linear: Linear, config: LoraConfig, *, index: int, rngs: nnx.Rngs):
         axes = linear.weight.get_metadata(LOGICAL_AXES)
-        # The leading `layers` axis if the weight is stacked over layers: its adapter is stacked likewise.
+        # The leading `layers` axis if the weight is stacked over layers; its adapter is then stacked too.
         lead = len(axes) - len(linear.in_shape) - len(linear.out_shape)
         layers, inputs = linear.weight.shape[:lead], math.prod(linear.in_shape)
         into, out = axes[: lead + len(linear.in_shape)], axes[lead + len(linear.in_shape) :]
@@ -51,7 +52,7 @@ class Lora(nnx.Module):
         adapter_key = None if key is None else jax.random.fold_in(key, self.place)
         a_IR = read(self.a, x_MI.dtype).reshape(-1, self.rank)
         b_RO = read(self.b, x_MI.dtype).reshape(self.rank, -1)
-        # First x A, which is thin: A B would be as large as the weight itself.
+        # x A first, because it is thin; A B would be as large as the weight itself.
         return self.scale * jnp.matmul(jnp.matmul(dropout(x_MI, self.dropout, adapter_key), a_IR), b_RO)
 
 
@@ -59,19 +60,19 @@ def attach_lora(model: nnx.Module, config: LoraConfig, aliases: ModuleNames, *, 
     """Adds adapters to the linear layers selected by `config`.
 
     Raises:
-        UserError: if a pattern matches no linear layer of the blocks, or only some layers of a kind, or experts.
+        UserError: if a pattern matches no linear layer of the blocks, only some of the layers of a kind, or experts.
     """
     linears = {_join_path(path): node for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
     linears = {name: linear for name, linear in linears.items() if name.startswith("blocks.")}
     selected = _select_layers(config, list(linears), _find_expert_params(model), aliases)
-    # Numbers all layers, so dropout of an adapter does not depend on the other selected layers.
+    # Numbers all linear layers, so that the dropout of an adapter does not depend on the other selected layers.
     for number, (name, linear) in enumerate(linears.items()):
         if name in selected:
             linear.set_adapter(Lora(linear, config, index=number, rngs=rngs))
 
 
 def is_adapter_param(name: str) -> bool:
-    """Returns true for the dotted name of an adapter's parameter."""
+    """Returns true if the dotted name belongs to a parameter of an adapter."""
     return name.split(".")[-2:-1] == [_LORA]
 
 
@@ -81,13 +82,13 @@ def adapted_layer_name(name: str) -> str:
 
 
 def merge_lora(params: Mapping[str, Any], config: LoraConfig) -> dict[str, Any]:
-    """Merges adapters into the weights: returns parameters, by dotted name, of an equivalent model without adapters."""
+    """Merges adapters into the weights. Returns the parameters, by dotted name, of a model without adapters."""
     merged = {name: x for name, x in params.items() if not is_adapter_param(name)}
     for layer in sorted({adapted_layer_name(name) for name in params if is_adapter_param(name)}):
         weight, a, b = (params[f"{layer}.{leaf}"] for leaf in ("weight", "lora.a", "lora.b"))
         layers = weight.shape[0]
         a_LIR, b_LRO = a.reshape(layers, -1, config.rank), b.reshape(layers, config.rank, -1)
-        # In float32: the change is small compared to the weight, and their sum is rounded once.
+        # In float32: the change is small compared to the weight, and their sum is rounded only once.
         change = (config.scale * (a_LIR.astype("float32") @ b_LRO.astype("float32"))).reshape(weight.shape)
         merged[f"{layer}.weight"] = (weight.astype("float32") + change).astype(weight.dtype)
     return merged
@@ -98,7 +99,7 @@ def _join_path(path: Iterable[object]) -> str:
 
 
 def _find_expert_params(model: nnx.Module) -> list[str]:
-    """Lists the parameters of routed experts."""
+    """Lists the names of the parameters of routed experts."""
     variables = {_join_path(path): node for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Param)}
     return [name for name, variable in variables.items() if "experts" in variable.get_metadata(LOGICAL_AXES)]
 
@@ -143,7 +144,7 @@ def _matches_layer(config: LoraConfig, pattern: str, layer: str, module_names: S
 
 
 def _layer_names(layers: Sequence[str], aliases: ModuleNames) -> list[str]:
-    """Shortest names of the linear layers that a list may contain, our names first."""
+    """Returns the shortest names by which a list may select the linear layers, our own names first."""
     own_names = [layer.split(".", 2)[-1] for layer in layers]
     alias_names = [
         re.sub(r"^.*?\.\d+\.", "", name) for layer in layers for name in aliases.get(f"{layer}.weight", ())[:1]

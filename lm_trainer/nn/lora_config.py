@@ -1,4 +1,4 @@
-"""Keys of low-rank adapters (Hu et al. 2021, arXiv 2106.09685)."""
+"""Configuration of low-rank adapters (Hu et al. 2021, arXiv 2106.09685)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lm_trainer.core.config import Config
 
 
 class LoraConfig(Config):
-    """Low-rank adapters: each selected linear layer W of a frozen model computes x W + scale * (x A) B, with only A and
-    B trained. The scale is alpha / rank. B starts at zero, so training starts from the unchanged model.
+    """Low-rank adapters: each selected linear layer W of a frozen model computes x W + scale * (x A) B, where only A
+    and B are trained. The scale is alpha / rank. B starts at zero, so training starts from the unchanged model.
     """
 
     refused_keys: ClassVar[Mapping[str, str]] = {
@@ -31,15 +31,16 @@ class LoraConfig(Config):
 
     type: Literal["lora"] = "lora"
     rank: PositiveInt = 8
-    """Columns of A and rows of B."""
+    """Number of columns of A and of rows of B."""
     alpha: PositiveFloat = 8.0
-    """The adapter's product is multiplied by alpha / rank."""
+    """The product of the adapter is multiplied by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on the input of an adapter; the input of the frozen layer is not dropped."""
+    """Dropout rate for the input of an adapter; the input of the frozen layer is not dropped."""
     target_modules: str | tuple[str, ...] | None = None
-    """Linear layers that get an adapter; null or `all-linear`: all of the blocks. A list of names, such as `[q_proj,
-    v_proj]` or `[attention.*]`: complete components from the end of a layer's name here or in `transformers`, `*` for
-    anything. A string: a regular expression that matches the complete name in either form."""
+    """Linear layers that get an adapter; null or `all-linear`: all linear layers of the blocks. A list of names, such
+    as `[q_proj, v_proj]` or `[attention.*]`: each must equal the end of a layer's name, in whole components, here or in
+    `transformers`; `*` matches anything. A string: a regular expression that matches the complete name in either
+    form."""
     use_rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead, so the size of updates does not shrink as the rank grows (Kalajdzievski
     2023, arXiv 2312.03732)."""
@@ -60,12 +61,12 @@ class LoraConfig(Config):
 
     @property
     def scale(self) -> float:
-        """Factor of the adapter's product."""
+        """Factor by which the product of an adapter is multiplied."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
     @property
     def patterns(self) -> tuple[str, ...] | None:
-        """The patterns of `target_modules`, each of which must match a layer; None: every layer is selected."""
+        """Patterns in `target_modules`, each of which must match a layer; None: every layer is selected."""
         if self.target_modules in (None, "all-linear"):
             return None
         return (self.target_modules,) if isinstance(self.target_modules, str) else self.target_modules
@@ -79,4 +80,4 @@ class LoraConfig(Config):
 
 
 AnyAdapter = LoraConfig
-"""The kinds of adapter accepted by `adapter:`."""
+"""Kinds of adapter that `adapter:` accepts."""

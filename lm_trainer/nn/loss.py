@@ -1,4 +1,5 @@
-"""Cross-entropy of the next token, computed at once or in blocks of tokens that never hold all logits together.
+"""Cross-entropy of the next token, computed at once or in blocks of tokens, so that the logits of all tokens never
+exist together.
 
 Shape letters: B rows, S positions, N tokens (B x S), C tokens of one block, D hidden dimension, V vocabulary.
 """
@@ -21,20 +22,20 @@ from lm_trainer.parallel.collectives import gather_on_first_device, group_sum, n
 Carry = TypeVar("Carry")
 Out = TypeVar("Out")
 _Block = tuple[jax.Array, jax.Array, jax.Array]
-"""Hidden states [C, D], targets [C] and weights [C] of a block, or of all blocks with a leading axis."""
+"""Hidden states [C, D], targets [C] and weights [C] of a block, or of all blocks with a leading axis over blocks."""
 
 
 class LossTerms(NamedTuple):
     """Terms computed from the logits in addition to the cross-entropy."""
 
     z_loss_weight: float = 0.0
-    """Weight of the penalty that keeps the softmax's normalizer near 1; 0: none."""
+    """Weight of the penalty that keeps the normalizer of the softmax near 1; 0: no penalty."""
     entropy: bool = False
-    """Requests the sum of the entropies of the predicted distributions."""
+    """Also compute the sum of the entropies of the predicted distributions."""
 
 
 CROSS_ENTROPY = LossTerms()
-"""Only the cross-entropy."""
+"""Only the cross-entropy, without further terms."""
 
 
 class TokenSums(NamedTuple):
@@ -57,19 +58,21 @@ def token_loss(
     block_size: int | None = None,
     terms: LossTerms = CROSS_ENTROPY,
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Returns the weighted sum of -log p(target) in nats, the sum of the weights, and other sums with the same weights.
+    """Returns the weighted sum of -log p(target) in nats, the sum of the weights, and further sums with the same
+    weights.
 
-    Float32 scalars; sums, because they add up over microbatches and means do not. The penalties of routers and the
-    z-loss contribute to the gradient of the loss but not to its value, which so means the same for every model.
+    All are float32 scalars. They are sums, because sums add up over microbatches and means do not. The penalties of
+    routers and the z-loss contribute to the gradient of the loss but not to its value, so the value has the same
+    meaning for every model.
 
     Args:
         model: the decoder.
-        batch: the rows; their weights may be any numbers.
+        batch: the rows; their weights may be arbitrary numbers.
         dtype: compute dtype; the loss itself is float32.
         key: for dropout; None disables it.
         block_size: number of tokens that the head processes together; None: all. Smaller blocks need less memory
-            (`block_size` x V logits at a time); from about 512 on they cost no time.
-        terms: additional terms computed from the logits; `z_loss` and `entropy` are then among the other sums.
+            (`block_size` x V logits at a time). Blocks of about 512 tokens or more cost no time.
+        terms: terms to compute from the logits in addition; `z_loss` and `entropy` are then among the further sums.
     """
     h_BSD, stats = model.batch_hidden_and_stats(batch, dtype=dtype, key=key)
     return hidden_loss(model, h_BSD, stats, batch, block_size=block_size, terms=terms)
@@ -84,7 +87,7 @@ def hidden_loss(
     block_size: int | None = None,
     terms: LossTerms = CROSS_ENTROPY,
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Same as `token_loss`, from the results of `Decoder.hidden_and_stats`."""
+    """Same as `token_loss`, but computed from the results of `Decoder.hidden_and_stats`."""
     weights_N = jnp.asarray(batch.weights).reshape(-1).astype(jnp.float32)
     h_ND = h_BSD.reshape(-1, h_BSD.shape[-1])
     targets_N = jnp.asarray(batch.targets).reshape(-1)
@@ -100,18 +103,18 @@ def hidden_loss(
     tokens = jnp.maximum(group_sum(jnp.sum(jnp.asarray(batch.segments) >= 0)), 1).astype(jnp.float32)
     means = jax.tree.map(lambda share: share * (group_sum(weight) / (model.spec.num_routers * tokens)), stats)
     metrics |= {f"router_{name}": jax.lax.stop_gradient(value) for name, value in means._asdict().items()}
-    # Adds 0 to the value, and the gradient of the penalty to the gradient.
+    # Adds 0 to the value of the loss, and the gradient of the penalty to its gradient.
     return loss + (means.penalty - jax.lax.stop_gradient(means.penalty)), weight, metrics
 
 
 def token_nll(
     model: Decoder, batch: Batch, *, dtype: DTypeLike = jnp.float32, block_size: int | None = None, top: int = 0
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Same as `token_loss` without dropout, with per-position values as the other sums, float32 [B, S].
+    """Same as `token_loss` without dropout; the further results are float32 values per position, [B, S].
 
-    `nll` is -log p(target). With `top`, `rank` is the number of tokens more likely than the target, and `top_ids` and
-    `top_nll`, [B, S, top], are the most likely tokens. If devices share a microbatch, one of them has the values of all
-    positions in these arrays, and the others have zeros.
+    `nll` is -log p(target). With `top`, `rank` is the number of tokens that are more likely than the target, and
+    `top_ids` and `top_nll`, [B, S, top], are the most likely tokens and their -log p. If devices share a microbatch,
+    one of them returns the values of all positions in these arrays, and the others return zeros.
     """
     h_BSD, _ = model.batch_hidden_and_stats(batch, dtype=dtype)
     return hidden_nll(model, h_BSD, batch, block_size=block_size, top=top)
@@ -120,7 +123,7 @@ def token_nll(
 def hidden_nll(
     model: Decoder, h_BSD: jax.Array, batch: Batch, *, block_size: int | None = None, top: int = 0
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Same as `token_nll`, from the result of `Decoder.hidden`."""
+    """Same as `token_nll`, but computed from the result of `Decoder.hidden`."""
     settings = _Settings(block_size, model.spec.head.softcap, parts=num_batch_parts())
     h_ND, targets_N = h_BSD.reshape(-1, h_BSD.shape[-1]), jnp.asarray(batch.targets).reshape(-1)
     blocks, w_VD = _split_blocks(h_ND, targets_N, targets_N, settings), model.head_weight()
@@ -147,7 +150,7 @@ def weighted_nll(
     block_size: int | None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """sum_n weights[n] * -log softmax(cap(w h[n]))[targets[n]], a float32 scalar; `softcap` as in `HeadSpec`."""
+    """Returns sum_n weights[n] * -log softmax(cap(w h[n]))[targets[n]], a float32 scalar; softcap as in `HeadSpec`."""
     sums: TokenSums = _token_sums(h_ND, w_VD, targets_N, weights_N, _Settings(block_size, softcap))
     return sums.nll
 
@@ -159,18 +162,18 @@ class _Settings(NamedTuple):
     softcap: float | None
     terms: LossTerms = CROSS_ENTROPY
     parts: int = 1
-    """Parts of the tokens on different devices, each of which is split into blocks."""
+    """Number of parts of the tokens on different devices; each part is split into blocks."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _token_sums(
     h_ND: jax.Array, w_VD: jax.Array, targets_N: jax.Array, weights_N: jax.Array, settings: _Settings
 ) -> TokenSums:
-    """Sums over the tokens; the gradient of `nll` is the gradient of `nll + z_loss`, and the other terms have none.
+    """Sums the terms over the tokens. The gradient of `nll` is the gradient of `nll + z_loss`; other terms have none.
 
-    Under differentiation the gradients are computed block by block in the forward pass, while the logits exist, so no
-    logits are saved or recomputed; otherwise only the sums are computed. Products are in the dtype of `h_ND` and logits
-    in float32; the gradient of `w_VD` is summed in float32 over the blocks.
+    Under differentiation, the gradients are computed block by block in the forward pass, while the logits exist, so
+    logits are neither saved nor recomputed. Otherwise only the sums are computed. Products are in the dtype of `h_ND`
+    and logits in float32; the gradient of `w_VD` is summed in float32 over the blocks.
     """
     blocks = _split_blocks(h_ND, targets_N, weights_N, settings)
 
@@ -183,23 +186,23 @@ def _token_sums(
 
 
 class _Softmax(NamedTuple):
-    """The softmax of a block of tokens, in parts; float32."""
+    """Parts of the softmax of a block of tokens; float32."""
 
     shifted_CV: jax.Array
-    """Logits - highest."""
+    """Logits minus the highest logit of the token."""
     e_CV: jax.Array
     """exp(shifted)."""
     sums_C1: jax.Array
-    """Row sums of e."""
+    """Row sums of exp(shifted)."""
     log_z_C1: jax.Array
     """Logarithms of the row sums of exp(logits)."""
     target_logits_C1: jax.Array
-    """Logits of the targets."""
+    """Logits of the target tokens."""
     slopes_CV: jax.Array | None
-    """Derivatives of the softcapped logits by the logits."""
+    """Derivatives of the softcapped logits with respect to the logits."""
 
     def token_terms(self, terms: LossTerms) -> TokenSums:
-        """Computes the summands of each token, float32 [C]."""
+        """Computes the terms of each token, float32 [C]."""
         z_loss_C = entropy_C = None
         nll_C = (self.log_z_C1 - self.target_logits_C1)[:, 0]
         if terms.z_loss_weight:
@@ -210,7 +213,7 @@ class _Softmax(NamedTuple):
         return TokenSums(nll_C, z_loss_C, entropy_C)
 
     def top_tokens(self, targets_C: jax.Array, count: int) -> dict[str, jax.Array]:
-        """Same as `token_nll` with `top`, float32 [C] and [C, count]."""
+        """Computes `rank`, `top_ids` and `top_nll` of `token_nll`, [C] and [C, count]."""
         # Compares identical numbers, so rounding cannot rank a token before itself.
         target_C1 = jnp.take_along_axis(self.shifted_CV, targets_C[:, None], axis=-1, mode="fill")
         rank_C = jnp.sum(self.shifted_CV > target_C1, axis=-1)
@@ -219,7 +222,7 @@ class _Softmax(NamedTuple):
         return {"rank": rank_C.astype(jnp.float32), "top_ids": ids_CK.astype(jnp.float32), "top_nll": top_nll_CK}
 
     def gradient_scale(self, terms: LossTerms) -> jax.Array:
-        """[C, 1]: times e, the derivative of nll + z_loss by the logits, except for the 1 of the target."""
+        """Returns [C, 1]: times e, the derivative of nll + z_loss by the logits, except for the target's 1."""
         reciprocal_C1 = 1.0 / self.sums_C1
         if not terms.z_loss_weight:
             return reciprocal_C1
@@ -232,18 +235,19 @@ def _softmax(h_CD: jax.Array, w_VD: jax.Array, targets_C: jax.Array, softcap: fl
     if softcap is not None:
         bounded_CV = jnp.tanh(logits_CV * (1.0 / softcap))
         logits_CV, slopes_CV = softcap * bounded_CV, 1.0 - jnp.square(bounded_CV)
-    # The largest exponent is 0, so no exponential overflows and the sum is at least 1.
+    # The largest exponent is 0, so no exponential overflows and their sum is at least 1.
     highest_C1 = jnp.max(logits_CV, axis=-1, keepdims=True)
     shifted_CV = logits_CV - highest_C1
     e_CV = jnp.exp(shifted_CV)
     sums_C1 = jnp.sum(e_CV, axis=-1, keepdims=True)
-    # A target past the vocabulary makes the loss NaN, which is noticed, instead of the loss of another token.
+    # A target past the vocabulary makes the loss NaN, which is noticed, instead of using the loss of another token.
     target_logits_C1 = jnp.take_along_axis(logits_CV, targets_C[:, None], axis=-1, mode="fill")
     return _Softmax(shifted_CV, e_CV, sums_C1, highest_C1 + jnp.log(sums_C1), target_logits_C1, slopes_CV)
 
 
 def _zero_sums(terms: LossTerms) -> TokenSums:
-    # Separate arrays: one array used twice in a loop's initial value would be a single value to the compiler.
+    # Separate arrays, because the compiler would treat one array used twice in the initial value of a loop as a single
+    # value.
     requested = (True, bool(terms.z_loss_weight), terms.entropy)
     return TokenSums(*(jnp.zeros((), jnp.float32) if is_requested else None for is_requested in requested))  # pyright: ignore[reportArgumentType]
 
@@ -272,7 +276,7 @@ def _forward(
         # A comparison fuses into the subtraction; a scatter would be a separate operation.
         hot_CV = targets_C[:, None] == jnp.arange(w_VD.shape[0])[None, :]
         d_CV = weights_C[:, None] * (softmax.e_CV * scale_C1 - hot_CV)
-        # Rounded to the compute dtype, so both products of the backward pass run in it.
+        # Rounded to the compute dtype, so that both products of the backward pass are computed in it.
         d_CV = (d_CV if softmax.slopes_CV is None else d_CV * softmax.slopes_CV).astype(h_CD.dtype)
         dw = dw + _head_gradient(d_CV, h_CD, settings.parts)
         return (_add_weighted(totals, tokens, weights_C), dw), (d_CV @ cast_VD, loss_C)
@@ -286,7 +290,7 @@ def _forward(
 
 
 def _head_gradient(d_CV: jax.Array, h_CD: jax.Array, parts: int) -> jax.Array:
-    """float32 [V, D]; with several parts [parts, V, D], which are added across devices only after the last block."""
+    """Returns float32 [V, D] or, with several parts, [parts, V, D], to be added across devices at the end."""
     if parts == 1:
         return jnp.matmul(d_CV.T, h_CD, preferred_element_type=jnp.float32)
     d_PCV, h_PCD = (x.reshape(parts, -1, x.shape[-1]) for x in (d_CV, h_CD))
@@ -298,7 +302,8 @@ def _backward(
     settings: _Settings, residuals: tuple[jax.Array, jax.Array, jax.Array], cotangents: TokenSums
 ) -> tuple[jax.Array, jax.Array, None, jax.Array]:
     del settings
-    # The gradients assume a cotangent of 1. The loss is linear in the weights, so the losses are their gradient.
+    # The gradients assume a cotangent of 1. The loss is linear in the weights, so the token losses are the gradient of
+    # the weights.
     dh_ND, dw_VD, loss_N = (r.astype(jnp.float32) * cotangents.nll for r in residuals)
     return dh_ND.astype(residuals[0].dtype), dw_VD.astype(residuals[1].dtype), None, loss_N
 
@@ -309,10 +314,10 @@ _token_sums.defvjp(_forward, _backward)
 def _split_blocks(
     h_ND: jax.Array, targets_N: jax.Array, weights_N: jax.Array, settings: _Settings
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Splits the tokens into [blocks, C, ...], padded with tokens of weight 0.
+    """Splits the tokens into blocks, [blocks, C, ...]; the last block is padded with tokens of weight 0.
 
-    With several parts, a block has C / parts tokens of each: a block within one part would belong to a single device,
-    and XLA would distribute its logits over all devices.
+    With several parts, a block has C / parts tokens from each part. A block within a single part would belong to a
+    single device, and XLA would distribute its logits over all devices.
     """
     parts = settings.parts
     n = h_ND.shape[0] // parts
@@ -321,7 +326,7 @@ def _split_blocks(
 
     def split(a: jax.Array) -> jax.Array:
         if parts == 1:
-            # Zeros give a finite loss, which the weight of 0 removes from every sum exactly.
+            # Zeros give a finite loss, which the weight of 0 removes exactly from every sum.
             return jnp.pad(a, [(0, count * size - n)] + [(0, 0)] * (a.ndim - 1)).reshape(count, size, *a.shape[1:])
         x = a.reshape(parts, n, *a.shape[1:])
         x = jnp.pad(x, [(0, 0), (0, count * size - n)] + [(0, 0)] * (a.ndim - 1))
@@ -332,7 +337,7 @@ def _split_blocks(
 
 
 def _merge_blocks(x: jax.Array, n: int, parts: int) -> jax.Array:
-    """Restores [N, ...] from [blocks, C, ...]: the inverse of `_split_blocks`."""
+    """Restores [N, ...] from [blocks, C, ...]; the inverse of `_split_blocks`."""
     if parts == 1:
         return x.reshape(-1, *x.shape[2:])[:n]
     x = jnp.moveaxis(x.reshape(x.shape[0], parts, -1, *x.shape[2:]), 1, 0)
@@ -342,12 +347,12 @@ def _merge_blocks(x: jax.Array, n: int, parts: int) -> jax.Array:
 def _scan_blocks(
     body: Callable[[Carry, _Block], tuple[Carry, Out]], zero: Carry, blocks: _Block, *closed_over: jax.Array
 ) -> tuple[Carry, Out]:
-    """`lax.scan`, without a loop for a single block; `closed_over` are arrays read by `body` other than `blocks`."""
+    """Calls `lax.scan`, but without a loop for a single block; `closed_over`: other arrays that `body` reads."""
     if jax.tree.leaves(blocks)[0].shape[0] == 1:
         carry, out = body(zero, jax.tree.map(lambda a: a[0], blocks))
         return carry, jax.tree.map(lambda a: a[None], out)
-    # Inside a shard_map, a loop requires its initial value to vary over devices like its result. A zero derived from
-    # the inputs does, on every version of JAX, at no cost.
+    # Inside a shard_map, the initial value of a loop must vary over the same devices as its result. A zero derived from
+    # the inputs does so on every version of JAX, at no cost.
     inputs = [*jax.tree.leaves(blocks), *closed_over]
     zero_from_inputs = sum(jnp.where(False, a.reshape(-1)[0], 0).astype(jnp.float32) for a in inputs)
     return jax.lax.scan(body, jax.tree.map(lambda a: a + zero_from_inputs, zero), blocks)

@@ -14,11 +14,11 @@ from lm_trainer.nn.spec import MlpSpec
 
 
 class Mlp(nnx.Module):
-    """Up, activation, down; or, gated, the activation of the gate times up, down."""
+    """Computes up, activation, down; if gated, multiplies up by the activation of the gate before down."""
 
     def __init__(self, spec: MlpSpec, dim: int, *, init: Initializer):
         self.spec = spec
-        # The order of these lines determines the random keys: another order would change the initial weights.
+        # The order of these lines determines the random keys, so reordering them would change the initial weights.
         self.up = Linear({"embed": dim}, {"mlp": spec.hidden_dim}, bias=spec.bias, init=init)
         self.down = Linear({"mlp": spec.hidden_dim}, {"embed": dim}, bias=spec.bias, init=init, residual=True)
         gate = Linear({"embed": dim}, {"mlp": spec.hidden_dim}, bias=spec.bias, init=init) if spec.gated else None

@@ -1,4 +1,5 @@
-"""MXFP8 matrix products: 32 e4m3 numbers along the contracted dimension share a power of two, their scale.
+"""MXFP8 matrix products: blocks of 32 e4m3 numbers along the contracted dimension share a scale, which is a power of
+two.
 
 The format follows the OCP Microscaling specification 1.0 (section 5.2, block size 32, scales in e8m0). Scales are
 rounded up, so the largest number of a block does not saturate, and gradients are in e4m3 too (Mishra et al. 2025, arXiv
@@ -25,18 +26,18 @@ from lm_trainer.parallel.target_platform import target_platform
 
 BLOCK = 32
 RESIDUAL = "block_scaled_product"
-"""Name of products for rematerialisation, which does not see them as dots."""
+"""Name of the products for rematerialization policies, which do not recognize them as dots."""
 _MANTISSA, _BIAS = 23, 127
-"""Bits of the mantissa of a float32, and the bias of its exponent and of e8m0."""
+"""Number of mantissa bits of a float32, and the exponent bias of float32 and e8m0."""
 
 
 class Mxfp8(NamedTuple):
-    """An operand; each number is its code times the scale of its block."""
+    """An operand in MXFP8; each number is its code times the scale of its block."""
 
     codes_RK: jax.Array
-    """float8_e4m3fn; K is a multiple of 32."""
+    """float8_e4m3fn codes; K is a multiple of 32."""
     scales_RB: jax.Array
-    """float8_e8m0fnu, one per 32 codes of a row."""
+    """float8_e8m0fnu scales, one per 32 codes of a row."""
 
 
 def to_mxfp8(x_RK: jax.Array) -> Mxfp8:
@@ -48,13 +49,14 @@ def to_mxfp8(x_RK: jax.Array) -> Mxfp8:
     """
     length = x_RK.shape[1]
     x_RB32 = jnp.pad(x_RK, ((0, 0), (0, -length % BLOCK))).reshape(len(x_RK), -1, BLOCK)
-    # Stays in floating point until one of 32 is left: converting all of them to integers would allocate extra memory.
+    # Stays in floating point until the blocks are reduced to their maxima: converting all elements to integers would
+    # allocate extra memory.
     largest_RB = jnp.max(jnp.abs(x_RB32), axis=2).astype(jnp.float32)
     scales_RB = block_exponents(largest_RB, SIGNED, Blocks(1, 1)) - jnp.uint8(SIGNED.highest)
-    # A product with a power of two is exact; a quotient may be inexact on some devices.
+    # A product with a power of two is exact; on some devices a quotient is not.
     bits_RB = (2 * _BIAS - scales_RB.astype(jnp.int32)) << _MANTISSA
     inverse_RB = jax.lax.bitcast_convert_type(bits_RB, jnp.float32)
-    # Set for the whole block, because a saturating conversion turns infinities into numbers.
+    # NaN for the whole block, because a saturating conversion turns infinities into finite numbers.
     inverse_RB = jnp.where(jnp.isfinite(largest_RB), inverse_RB, jnp.nan)
     codes_RB32 = (x_RB32.astype(jnp.float32) * inverse_RB[..., None]).astype(jnp.float8_e4m3fn)
     scales_RB = jax.lax.bitcast_convert_type(scales_RB, jnp.float8_e8m0fnu)
@@ -62,14 +64,14 @@ def to_mxfp8(x_RK: jax.Array) -> Mxfp8:
 
 
 def matmul_transposed(x_RK: jax.Array, y_NK: jax.Array) -> jax.Array:
-    """Multiplies all rows of x with all rows of y, [R, N] in the dtype of x, from operands in MXFP8.
+    """Multiplies each row of x with each row of y in MXFP8; returns [R, N] in the dtype of x.
 
-    NVIDIA GPUs from Blackwell on have instructions for it. Other platforms multiply the same numbers in bfloat16 or
-    float32, which represent each of them exactly.
+    NVIDIA GPUs from Blackwell on have instructions for this product. On other platforms it multiplies the same numbers
+    in bfloat16 or float32, which represent each of them exactly.
 
     Args:
-        x_RK: floats.
-        y_NK: floats.
+        x_RK: floating-point array.
+        y_NK: floating-point array.
     """
     x, y = to_mxfp8(x_RK), to_mxfp8(y_NK)
     # float16 cannot represent the scales.
@@ -90,7 +92,7 @@ def matmul_transposed(x_RK: jax.Array, y_NK: jax.Array) -> jax.Array:
 
 
 def block_size_mismatch(inputs: int, outputs: int) -> str | None:
-    """Reason why a linear map of this size cannot use MXFP8 products; None if it can."""
+    """Returns the reason why a linear map of this size cannot use MXFP8 products; None if it can."""
     if inputs % BLOCK == 0 and outputs % BLOCK == 0:
         return None
     return (
@@ -101,19 +103,19 @@ def block_size_mismatch(inputs: int, outputs: int) -> str | None:
 
 @dataclass(frozen=True)
 class Mxfp8Matmul:
-    """`matmul(x_MI, w_IO)`: their matrix product from operands in MXFP8, in the dtype of `x_MI`.
+    """`matmul(x_MI, w_IO)`: the product of the matrices, rounded to MXFP8, in the dtype of `x_MI`.
 
     The gradient ignores the rounding (straight-through).
     """
 
     backward: bool
-    """Compute the products of the backward pass from operands in MXFP8 too, instead of in their own dtype."""
+    """Compute the products of the backward pass in MXFP8 too, instead of in the dtype of the operands."""
 
     def __call__(self, x_MI: jax.Array, w_IO: jax.Array) -> jax.Array:
         """Returns [M, O].
 
         Raises:
-            UserError: if blocks would be incomplete, so results would depend on how devices share the product.
+            UserError: if a block would be incomplete; results would then depend on how devices share the product.
         """
         if reason := block_size_mismatch(*w_IO.shape):
             raise UserError(f"trainer.quantization: on each device {reason}")

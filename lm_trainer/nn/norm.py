@@ -1,6 +1,6 @@
 """Normalization.
 
-Shape letters: `...` any leading dimensions, D the last one, which is normalized.
+Shape letters: `...` any leading dimensions, D the last dimension, which is normalized.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KINDS = {"layer": "LayerNorm", "rms": "RMSNorm"}
 class Norm(nnx.Module):
     """Layer (Ba et al. 2016) or RMS normalization, computed in float32 and returned in the dtype of its input.
 
-    `axis` gives name and size of the dimension.
+    `axis` gives the name and size of the normalized dimension.
     """
 
     def __init__(self, spec: NormSpec, axis: Mapping[str, int], *, init: Initializer):
@@ -31,13 +31,14 @@ class Norm(nnx.Module):
         self.bias = init.constant(axis, 0.0) if spec.bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalizes [..., D]."""
-        # bfloat16 has 8 bits of precision, too few for sums over the dimension and for differences from their mean.
+        """Normalizes the last dimension of [..., D]."""
+        # bfloat16 has 8 bits of precision, which is too few for sums over the dimension and for differences from the
+        # mean.
         y = x.astype(jnp.float32)
         if self.spec.kind == "layer":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
-        # Epsilon is inside the root, as in the published models. For centred values the mean square is the variance, so
-        # both kinds share this line.
+        # Epsilon is inside the root, as in the published models. For centered values the mean square is the variance,
+        # so both kinds of norm share this line.
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.spec.eps)
         if self.scale is not None:
             scale = with_rank_of(read(self.scale, jnp.float32), y)
@@ -49,17 +50,17 @@ class Norm(nnx.Module):
 
 
 def identity(x: jax.Array) -> jax.Array:
-    """Returns its argument; used for an absent norm."""
+    """Returns its argument unchanged. Used if there is no norm."""
     return x
 
 
 def make_norm(spec: NormSpec | None, axis: Mapping[str, int], *, init: Initializer) -> Callable[[jax.Array], jax.Array]:
-    """Makes the norm of `spec`; the identity for None."""
+    """Builds the norm described by `spec`; returns the identity if `spec` is None."""
     return identity if spec is None else Norm(spec, axis, init=init)
 
 
 def norm_kinds(module: nnx.Module) -> dict[str, str]:
-    """Returns `LayerNorm` or `RMSNorm` for the dotted name of each norm parameter of a module."""
+    """Maps the dotted name of each norm parameter of a module to `LayerNorm` or `RMSNorm`."""
     classes = {
         path: _KINDS[node.spec.kind] if isinstance(node, Norm) else type(node).__name__
         for path, node in nnx.iter_graph(module)

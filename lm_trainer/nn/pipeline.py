@@ -1,5 +1,5 @@
-"""Pipeline parallelism (GPipe): each device has a contiguous run of layers, and the rows of a microbatch flow through
-them.
+"""Pipeline parallelism (GPipe): each device has several consecutive layers, and the rows of a microbatch flow through
+the devices.
 
 Shape letters: B rows of this device, R rows of all stages, S positions, D hidden dimension, L steps of the schedule.
 """
@@ -29,14 +29,16 @@ def run_stages(  # noqa: PLR0913 - what a pass through the layers shares
     key: jax.Array | None = None,
     ring: bool = False,
 ) -> jax.Array:
-    """Computes the stream after all layers, in `shard_map` over `pipeline`; inputs and results are sharded by rows.
+    """Computes the stream after all layers, inside a `shard_map` over `pipeline`. Inputs and results are sharded by
+    rows.
 
-    One row is computed at a time: at step t, stage s has row t - s, and passes it on (Huang et al. 2019). With R rows
-    and P stages, each device is idle for P - 1 of R + P - 1 steps, and saves values of R rows for the gradient.
+    One row is computed at a time: at step t, stage s computes row t - s and passes it on (Huang et al. 2019). With R
+    rows and P stages, each device is idle for P - 1 of the R + P - 1 steps, and saves the values of R rows for the
+    gradient.
 
     Args:
-        spec: spec of the full model, whose layers are a multiple of P repeats of their period, without routers.
-        blocks: this device's layers.
+        spec: spec of the full model. Its layers are a multiple of P repeats of the layer period, and have no routers.
+        blocks: the layers of this device.
         x_BSD: input of the first layer.
         positions_BS: as for `Decoder`.
         segments_BS: as for `Decoder`.
@@ -50,7 +52,7 @@ def run_stages(  # noqa: PLR0913 - what a pass through the layers shares
     rows = x_RSD.shape[0]
 
     def pipeline_step(arrived_1SD: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # A stage without a row, at the start and at the end, computes one whose result is ignored.
+        # A stage that has no row, at the start and at the end of the schedule, computes one whose result is ignored.
         row = jnp.clip(t - stage, 0, rows - 1)
         current_row = lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1)  # noqa: E731
         entering_1SD = jnp.where(stage == 0, current_row(x_RSD), arrived_1SD)
@@ -59,7 +61,7 @@ def run_stages(  # noqa: PLR0913 - what a pass through the layers shares
         y_1SD, _, _ = run_blocks(stage_spec, blocks, entering_1SD, context, key=step_key, first=first)
         return jax.lax.ppermute(y_1SD, "pipeline", [(s, s + 1) for s in range(stages - 1)]), y_1SD
 
-    # Idle steps compute values that are ignored, and would be counted.
+    # Idle steps compute values that are ignored but would be logged.
     with refusing_logs("pipeline_axis_size is not 1, and this is inside a layer"):
         _, y_L1SD = jax.lax.scan(pipeline_step, jnp.zeros_like(x_RSD[:1]), jnp.arange(rows + stages - 1))
     # Row r leaves the last stage at step r + stages - 1. The other stages contribute zeros to a sum, of which each

@@ -16,8 +16,8 @@ from lm_trainer.parallel.target_platform import target_platform
 
 
 def rope_frequencies(spec: RopeSpec, head_dim: int) -> tuple[np.ndarray, float]:
-    """Radians per position, float32 [F], and the factor of cosine and sine."""
-    # In NumPy's float64, rounded once at the end, so the constants are identical on every device.
+    """Returns the frequencies in radians per position, float32 [F], and the factor that multiplies cosine and sine."""
+    # In NumPy's float64, rounded once at the end, so that the constants are identical on every device.
     dims = int(head_dim * spec.fraction)
     pairs_F = np.arange(0, dims, 2) / dims
     plain_F = spec.theta**-pairs_F
@@ -37,7 +37,8 @@ def rope_frequencies(spec: RopeSpec, head_dim: int) -> tuple[np.ndarray, float]:
 
 
 def _scale_by_wavelength(scaling: WavelengthScaling, plain_F: np.ndarray) -> np.ndarray:
-    # Rotations over the original positions: their number divided by the wavelength, which is 2 pi / frequency.
+    # Number of rotations over the original positions: their number divided by the wavelength, which is 2 pi /
+    # frequency.
     rotations_F = scaling.original_positions * plain_F / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     unscaled_F = np.clip((rotations_F - low) / (high - low), 0.0, 1.0)
@@ -46,13 +47,13 @@ def _scale_by_wavelength(scaling: WavelengthScaling, plain_F: np.ndarray) -> np.
 
 def _scale_by_yarn(scaling: YarnScaling, plain_F: np.ndarray, theta: float, dims: int) -> np.ndarray:
     def dimension_of(rotations: float) -> float:
-        """Dimension, unrounded, of this many rotations over the original positions (Peng et al. 2023, section 3.2)."""
+        """Returns the unrounded dimension that makes this many rotations (Peng et al. 2023, section 3.2)."""
         return dims * math.log(scaling.original_positions / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
     if scaling.whole_dims:
         low, high = math.floor(low), math.ceil(high)
-    # The bounds of the reference implementation, although only dims / 2 pairs exist.
+    # Same bounds as the reference implementation, although only dims / 2 pairs exist.
     low, high = max(low, 0), min(high, dims - 1)
     # A ramp of length 0 would divide by 0; transformers uses 0.001 as well.
     ramp_F = np.clip((np.arange(dims // 2) - low) / ((high - low) or 0.001), 0.0, 1.0)
@@ -60,12 +61,13 @@ def _scale_by_yarn(scaling: YarnScaling, plain_F: np.ndarray, theta: float, dims
 
 
 def sinusoids(length: int, dims: int) -> np.ndarray:
-    """Sinusoidal positions, float32 [length, dims]: sines, then cosines, of wavelengths from 2 pi to 10000 * 2 pi.
+    """Returns sinusoidal positions, float32 [length, dims]: sines, then cosines, of wavelengths from 2 pi to 10000 * 2
+    pi.
 
-    Vaswani et al. 2017, section 3.5, with the wavelengths of Radford et al. 2022, which include the longest one. `dims`
-    is even and at least 4.
+    The formula of Vaswani et al. 2017, section 3.5, with the wavelengths of Radford et al. 2022, which include the
+    longest. `dims` must be even and at least 4.
     """
-    # In float64: machines whose exponentials differ by an ulp still agree after rounding.
+    # In float64, so that machines whose exponentials differ in the last bit still agree after rounding.
     frequencies_F = np.exp(-math.log(10_000) / (dims // 2 - 1) * np.arange(dims // 2))
     angles_LF = np.arange(length)[:, None] * frequencies_F[None]
     return np.concatenate([np.sin(angles_LF), np.cos(angles_LF)], axis=1).astype(np.float32)
@@ -74,7 +76,7 @@ def sinusoids(length: int, dims: int) -> np.ndarray:
 def apply_rope(spec: RopeSpec, x_BSNH: jax.Array, positions_BS: jax.Array) -> jax.Array:
     """Rotates each head by angles that grow with the position, in float32; returns the dtype of its input."""
     frequencies_F, magnitude = rope_frequencies(spec, x_BSNH.shape[-1])
-    # bfloat16 represents integers exactly only up to 256, so distant positions would share their angles.
+    # bfloat16 represents integers exactly only up to 256, so distant positions would get the same angles.
     angles_BS1F = positions_BS.astype(jnp.float32)[:, :, None, None] * frequencies_F[None, None, None, :]
     cos_BS1F, sin_BS1F = magnitude * jnp.cos(angles_BS1F), magnitude * jnp.sin(angles_BS1F)
     pairs = len(frequencies_F)
@@ -87,9 +89,11 @@ def apply_rope(spec: RopeSpec, x_BSNH: jax.Array, positions_BS: jax.Array) -> ja
 
 
 def _rotate_by_product(x_BSNH: jax.Array, cos_BS1F: jax.Array, sin_BS1F: jax.Array) -> jax.Array:
-    """Computes x cos + (x R) sin, where R swaps the halves of a head: the same results as from the separate halves.
+    """Computes x cos + (x R) sin, where R swaps the halves of a head. Results equal those computed from separate
+    halves.
 
-    On a TPU the head dimension is along the lanes, where splitting and joining cost more than a product.
+    On a TPU the head dimension is laid out along the lanes, where splitting and joining halves cost more than a
+    product.
     """
     size, pairs = x_BSNH.shape[-1], cos_BS1F.shape[-1]
     swap_HH = np.zeros((size, size), np.float32)
@@ -100,18 +104,19 @@ def _rotate_by_product(x_BSNH: jax.Array, cos_BS1F: jax.Array, sin_BS1F: jax.Arr
         unrotated = jnp.full((*x_BS1F.shape[:-1], size - 2 * pairs), fill, x_BS1F.dtype)
         return jnp.concatenate([x_BS1F, x_BS1F, unrotated], axis=-1)
 
-    # One term of each sum is non-zero, so the product is exact in every dtype, for float32 at the highest precision.
+    # Only one term of each sum is non-zero, so the product is exact in every dtype; float32 needs the highest precision
+    # for it.
     swapped_BSNH = jnp.matmul(x_BSNH, jnp.asarray(swap_HH, x_BSNH.dtype), precision="highest")
     x, rotated = x_BSNH.astype(jnp.float32), swapped_BSNH.astype(jnp.float32)
     return (x * tile_over_head(cos_BS1F, 1.0) + rotated * tile_over_head(sin_BS1F, 0.0)).astype(x_BSNH.dtype)
 
 
 def alibi_slopes(spec: AlibiSpec, num_heads: int) -> np.ndarray:
-    """Amount subtracted from the scores of a head per position of distance, float32 [N]."""
+    """Returns the amount subtracted from the scores of each head per position of distance, float32 [N]."""
     power = 2 ** math.ceil(math.log2(num_heads))
     slopes = 2.0 ** (-spec.max_bias * np.arange(1, power + 1) / power)
     if power != num_heads:
-        # Every second one first, as in the published models.
+        # Every second slope first, as in the published models.
         slopes = np.concatenate([slopes[1::2], slopes[::2]])[:num_heads]
     return slopes.astype(np.float32)
 

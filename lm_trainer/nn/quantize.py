@@ -1,4 +1,5 @@
-"""Matrix products in 8 bits: int8 or fp8 operands with one scale per row and column, through `qwix`, or MXFP8.
+"""Matrix products in 8 bits: int8 or fp8 operands with one scale per row or column, computed by `qwix`, or MXFP8
+operands.
 
 Shape letters: M rows, I inputs, O outputs.
 """
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class QuantizationConfig(Config):
-    """Linear maps that compute in 8 bits. Weights, gradients and the optimizer stay in the parameter dtype; the head,
+    """Linear maps that compute in 8 bits. Weights, gradients and the optimizer stay in the parameter dtype. The head,
     the embedding, attention scores and routed experts are not quantized.
     """
 
@@ -50,10 +51,10 @@ class QuantizationConfig(Config):
 
     @abstractmethod
     def make_matmul(self) -> MatmulFn:
-        """Returns the product to use in the linear maps."""
+        """Returns the matrix product that the linear maps use."""
 
     def unsupported_reason(self, inputs: int, outputs: int) -> str | None:
-        """Reason why a linear map of this size cannot compute in this format; None if it can."""
+        """Returns the reason why a linear map of this size cannot compute in this format; None if it can."""
         del inputs, outputs
         return None
 
@@ -69,7 +70,7 @@ class QuantizationConfig(Config):
 
 
 class ChannelwiseConfig(QuantizationConfig):
-    """One scale per row of the activations and per column of the weights."""
+    """Products with one scale per row of the activations and per column of the weights."""
 
     @model_validator(mode="after")
     def _qwix_is_installed(self) -> ChannelwiseConfig:
@@ -88,7 +89,7 @@ class ChannelwiseConfig(QuantizationConfig):
 
 
 class Int8Config(ChannelwiseConfig):
-    """8-bit integers, 256 even steps for each row and column (Dettmers et al. 2022, arXiv 2208.07339, section 2.1)."""
+    """8-bit integers: 256 even steps for each row or column (Dettmers et al. 2022, arXiv 2208.07339, section 2.1)."""
 
     type: Literal["int8"] = "int8"
 
@@ -110,7 +111,7 @@ class Fp8Config(ChannelwiseConfig):
 
 
 class Mxfp8Config(QuantizationConfig):
-    """8-bit floats (e4m3) with a power of two as the scale of each 32 (Mishra et al. 2025, arXiv 2506.08027)."""
+    """8-bit floats (e4m3); blocks of 32 share a power of two as scale (Mishra et al. 2025, arXiv 2506.08027)."""
 
     type: Literal["mxfp8"] = "mxfp8"
     backward: bool = True
@@ -131,10 +132,10 @@ AnyQuantization = Annotated[Int8Config | Fp8Config | Mxfp8Config, Field(discrimi
 
 
 def quantize(model: nnx.Module, config: QuantizationConfig) -> None:
-    """Makes the linear maps selected by `config` compute in 8 bits; changes no parameter.
+    """Makes the linear maps selected by `config` compute in 8 bits. Does not change any parameter.
 
     Raises:
-        UserError: if it selects none, or one with a size that its format does not support.
+        UserError: if `config` selects no linear map, or one whose size the format does not support.
     """
     from flax import nnx
 
@@ -147,7 +148,7 @@ def quantize(model: nnx.Module, config: QuantizationConfig) -> None:
             f"trainer.quantization.targets: {config.targets!r} selects no linear map; there are: "
             f"{', '.join(sorted(linears))}"
         )
-    # One object for all layers: programs are retraced for each matmul that differs from the previous one.
+    # One object for all layers, because programs are retraced for each matmul that differs from the previous one.
     matmul = config.make_matmul()
     for path in selected:
         linear = linears[path]
@@ -157,15 +158,16 @@ def quantize(model: nnx.Module, config: QuantizationConfig) -> None:
 
 
 def make_quantized_matmul(dtype: DTypeLike, gradient_dtype: DTypeLike | None) -> MatmulFn:
-    """`matmul(x_MI, w_IO)`: their matrix product from operands in `dtype`, in the dtype of `x_MI`.
+    """Returns `matmul(x_MI, w_IO)`: the product of the matrices, rounded to `dtype`, in the dtype of `x_MI`.
 
-    Each row of x and each column of w is divided by its largest absolute value. The gradient ignores the rounding
-    (straight-through), with incoming gradients in `gradient_dtype` unless it is None.
+    Each row of x and each column of w is scaled by its largest absolute value. The gradient ignores the rounding
+    (straight-through). Incoming gradients are rounded to `gradient_dtype` unless it is None.
     """
-    # The part of qwix below its interception of modules, which finds parameters only by object identity.
+    # The part of qwix below its interception of modules, because the interception finds parameters only by object
+    # identity.
     from qwix._src.core.dot_general_qt import DotGeneralQtConfig, dot_general_qt
 
-    # With gradients of 16 or 32 bits, the backward pass multiplies them with the operands before rounding.
+    # With gradients of 16 or 32 bits, the backward pass multiplies them with the unrounded operands.
     config = DotGeneralQtConfig(
         lhs_qtype=dtype,
         rhs_qtype=dtype,
@@ -177,7 +179,7 @@ def make_quantized_matmul(dtype: DTypeLike, gradient_dtype: DTypeLike | None) ->
 
 
 class _QuantizedMatmul:
-    """A callable that is equal only to itself, so programs are traced once."""
+    """A matrix product that is equal only to itself, so that programs are traced once."""
 
     def __init__(self, product: Callable[..., jax.Array], config: Any):
         self._product, self._config = product, config

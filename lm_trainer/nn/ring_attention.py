@@ -1,14 +1,14 @@
 """Ring attention: devices that share the positions of a row pass keys and values around, and never hold all of them.
 
-Blocks of keys move from device to device, and each device adds their contribution for its queries to a softmax with a
-running maximum (Liu et al. 2023, arXiv 2310.01889; Milakov and Gimelshein 2018, arXiv 1805.02867). The backward pass
-sends them around a second time, recomputes the probabilities from the logarithm of their sum, and sends the gradients
-of keys and values along (Dao et al. 2022, arXiv 2205.14135, algorithm 4). No array covers both all queries and all
-keys.
+Blocks of keys move from device to device. Each device adds the contribution of a block to its queries' softmax, which
+keeps a running maximum (Liu et al. 2023, arXiv 2310.01889; Milakov and Gimelshein 2018, arXiv 1805.02867). The backward
+pass sends the blocks around a second time, recomputes the probabilities from the logarithm of the softmax sums, and
+sends the gradients of keys and values along with the blocks (Dao et al. 2022, arXiv 2205.14135, algorithm 4). No array
+covers both all queries and all keys.
 
-With a causal mask, the last positions of a row need most of the work. So a row is split into twice as many chunks as
-devices, and device i of n has the chunks i and 2n - 1 - i (Grattafiori et al. 2024, arXiv 2407.21783, section 3.3.2):
-all devices compute the same number of blocks.
+With a causal mask, the last positions of a row need most of the work. A row is therefore split into twice as many
+chunks as there are devices, and device i of n has the chunks i and 2n - 1 - i (Grattafiori et al. 2024, arXiv
+2407.21783, section 3.3.2), so that all devices compute the same number of blocks.
 
 Shape letters: B rows, S queries, T keys (of all devices), N heads, K key and value heads, G query heads that share one
 key head, H head size, L blocks of positions on one device, Q queries of a block, C keys of a block.
@@ -60,11 +60,11 @@ def ring_attention(
     The order of every sum depends only on the number of devices along `context`.
 
     Args:
-        spec: the attention; its layout is `RingLayout.for_rows`.
+        spec: the attention spec; the layout is `RingLayout.for_rows` of this spec.
         q_BSNH: this device's queries, already scaled, with positions in the order of `to_zigzag`.
         k_BSKH: this device's keys.
         v_BSKH: this device's values.
-        row: segments and positions of these queries and keys.
+        row: segments and positions of the queries and keys.
         key: for dropout of the probabilities; None disables it.
     """
     layout = RingLayout.for_rows(spec, q_BSNH.shape[1], axis_size("context"))
@@ -84,7 +84,7 @@ def _split_blocks(layout: RingLayout, x_BSNH: jax.Array, groups: int) -> jax.Arr
 
 @dataclass(frozen=True)
 class _Ring:
-    """Computation of scores, the same for every block."""
+    """Computes the scores of a block, in the same way in the forward and backward passes."""
 
     spec: AttentionSpec
     layout: RingLayout
@@ -92,7 +92,7 @@ class _Ring:
     def scores(
         self, q_BKGQH: jax.Array, k_BKCH: jax.Array, row: RowMetadata, pair: _Pair
     ) -> tuple[jax.Array, jax.Array]:
-        """float32 [B, K, G, Q, C]: scores before biases and mask, bounded by `softcap`, and scores after both."""
+        """Returns float32 [B, K, G, Q, C] twice: scores bounded by `softcap`, and the same with biases and mask."""
         product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
         plain_BKGQC = product("bkgqh,bkch->bkgqc", q_BKGQH, k_BKCH)
         if (cap := self.spec.scores.softcap) is not None:
@@ -108,7 +108,7 @@ class _Ring:
         return plain_BKGQC, jnp.where(visible_B11QC, biased_BKGQC, MASK_VALUE)
 
     def drop_scores(self, x_BKGQC: jax.Array, key_data: jax.Array | None, pair: _Pair) -> jax.Array:
-        """Dropout with a key per pair of blocks, so the backward pass draws the same numbers."""
+        """Applies dropout with a key per pair of blocks, so that the backward pass draws the same random numbers."""
         if key_data is None:
             return x_BKGQC
         key = jax.random.fold_in(jax.random.wrap_key_data(key_data), pair.query_block)
@@ -121,13 +121,14 @@ class _Ring:
         shared: Shared,
         attend_pair: Callable[[Entries, Shared, _Pair], tuple[Entries, Shared]],
     ) -> tuple[Entries, Shared]:
-        """Applies a function to each block of local queries and the visible blocks of `owner`'s keys, in row order.
+        """Applies a function to each local block of queries and each block of `owner`'s keys visible to it, in row
+        order.
 
         Args:
-            owner: the device whose keys these are.
-            per_query: arrays with an entry for each block of queries.
+            owner: the device that the keys belong to.
+            per_query: arrays with an entry for each local block of queries.
             shared: arrays shared by all blocks.
-            attend_pair: `attend_pair(entries, shared, pair)` returns updated values of both.
+            attend_pair: `attend_pair(entries, shared, pair)` returns the updated entries and shared arrays.
         """
         layout, device = self.layout, axis_index("context") if self.layout.devices > 1 else 0
 
@@ -157,29 +158,29 @@ class _Ring:
 
 
 class _Pair(NamedTuple):
-    """A block of queries and a block of keys; all fields but the first are int32 scalars."""
+    """A block of queries and a block of keys; all fields except the first are int32 scalars."""
 
     size: int
     local_query: jax.Array
-    """Index among this device's blocks."""
+    """Index of the query block among the blocks of this device."""
     query_block: Index
-    """Index in the row."""
+    """Index of the query block in the row."""
     gathered_key: Index
-    """Index among the blocks of all devices in order."""
+    """Index of the key block among the blocks of all devices, in order of devices."""
     local_key: Index
-    """Index on the device whose keys these are."""
+    """Index of the key block on the device that the keys belong to."""
     key_block: jax.Array
 
     def slice_queries(self, x_BS: jax.Array) -> jax.Array:
-        """Slices [B, Q, 1]."""
+        """Returns the entries of the query block, [B, Q, 1]."""
         return lax.dynamic_slice_in_dim(x_BS, self.local_query * self.size, self.size, 1)[:, :, None]
 
     def slice_keys(self, x_BT: jax.Array) -> jax.Array:
-        """Slices [B, 1, C]."""
+        """Returns the entries of the key block, [B, 1, C]."""
         return lax.dynamic_slice_in_dim(x_BT, self.gathered_key * self.size, self.size, 1)[:, None, :]
 
     def visibility_mask(self, window: int | None) -> jax.Array:
-        """True where the key is at or before the query, inside its window; [1, Q, C]."""
+        """Returns [1, Q, C]: true where the key is at or before the query and inside its window."""
         inside = jnp.arange(self.size)
         distances_1QC = ((self.query_block - self.key_block) * self.size + inside[:, None] - inside[None, :])[None]
         return (distances_1QC >= 0) if window is None else (distances_1QC >= 0) & (distances_1QC < window)
@@ -217,7 +218,8 @@ def _forward(
             k_BKCH, v_BKCH = (_take_block(x, pair.local_key) for x in kv)
             _, scores_BKGQC = ring.scores(_take_block(q_LBKGQH, pair.local_query), k_BKCH, row, pair)
             higher_BKGQ = jnp.maximum(highest_BKGQ, jnp.max(scores_BKGQC, axis=-1))
-            # Terms added under a lower maximum, including masked pairs, shrink by the difference of the maxima.
+            # Terms that were added under a lower maximum, including masked pairs, shrink by the exponential of the
+            # difference.
             shrink_BKGQ = jnp.exp(highest_BKGQ - higher_BKGQ)
             e_BKGQC = jnp.exp(scores_BKGQC - higher_BKGQ[..., None])
             sum_BKGQ = shrink_BKGQ * sum_BKGQ + jnp.sum(e_BKGQC, axis=-1)
@@ -299,12 +301,12 @@ def _run_route(
     local_kv: KeysAndValues,
     route: tuple[int, int, int],
 ) -> State:
-    """Calls `visit(state, keys and values, their device)` at each stop of a route of `RingLayout.routes`."""
+    """Calls `visit(state, keys and values, their device)` at each stop of the routes of `RingLayout.routes`."""
     hop, first, last = route
 
     def step(carry: tuple[State, KeysAndValues], hops: jax.Array) -> tuple[tuple[State, KeysAndValues], None]:
         state, kv = carry
-        # Receives the next block while this one is used.
+        # Receives the next block while the current one is being used.
         arriving = rotate(kv, "context", hop)
         return (visit(state, kv, _owner_after_hops(hops, hop)), arriving), None
 
@@ -314,7 +316,7 @@ def _run_route(
 
 
 def _owner_after_hops(hops: Index, hop: int) -> Index:
-    """Device whose keys are local after `hops` hops of `hop` devices each."""
+    """Returns the device whose keys are local after `hops` hops of `hop` devices each."""
     devices = axis_size("context")
     return 0 if devices == 1 else (axis_index("context") - hops * hop) % devices
 

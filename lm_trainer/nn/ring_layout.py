@@ -1,4 +1,4 @@
-"""Layout of a row on the devices of a ring, and the blocks computed by each device.
+"""Layout of a row on the devices of a ring, and the blocks that each device computes.
 
 A row is split into 2n chunks, and each chunk into blocks; device i of n has the chunks i and 2n - 1 - i.
 
@@ -39,50 +39,50 @@ def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str 
 
 
 def _block_size(chunk: int, size: int | None) -> int:
-    """Positions of a block: `size`, or the largest up to 512 that divides a chunk."""
+    """Returns the number of positions of a block: `size`, or the largest divisor of the chunk size up to 512."""
     if size is not None:
         return max(1, min(size, chunk))
     return next((b for b in range(min(chunk, _LARGEST_BLOCK), 0, -1) if chunk % b == 0), 1)
 
 
 class RingLayout(NamedTuple):
-    """The blocks of a row on the devices of a ring. Indices of devices and blocks may be ints or int32 scalars."""
+    """Blocks of a row on the devices of a ring. Indices of devices and blocks may be ints or int32 scalars."""
 
     devices: int
     blocks: int
-    """Blocks of a chunk; each device has two chunks."""
+    """Number of blocks of a chunk; each device has two chunks."""
     size: int
-    """Positions of a block."""
+    """Number of positions of a block."""
     reach: int | None
-    """Number of previous blocks that a query's window reaches into; None: all."""
+    """Number of earlier blocks that the window of a query extends into; None: all of them."""
 
     @classmethod
     def for_rows(cls, spec: AttentionSpec, queries: int, devices: int) -> RingLayout:
-        """Layout of rows of `queries` positions on each of `devices`; `unsupported_reason` must be None for them."""
+        """Returns the layout of rows with `queries` positions per device, which `unsupported_reason` must accept."""
         chunk = queries // 2
         size = _block_size(chunk, spec.scores.block_size)
         return cls(devices, chunk // size, size, None if spec.window is None else -(-(spec.window - 1) // size))
 
     def chunk_index(self, device: Index, half: Index) -> Index:
-        """Index of the first (0) or second (1) chunk of a device."""
+        """Returns the index in the row of the first (half 0) or second (half 1) chunk of a device."""
         return device + half * (2 * self.devices - 1 - 2 * device)
 
     def block_index(self, device: Index, local: Index) -> Index:
-        """Index in the row of a device's local block."""
+        """Returns the index in the row of a device's local block."""
         half = local // self.blocks
         return self.chunk_index(device, half) * self.blocks + local % self.blocks
 
     def visible_blocks(self, query_block: Index, first: Index) -> tuple[Index, Index]:
-        """Range [low, high) of blocks, in the chunk that begins with block `first`, visible to a block of queries."""
+        """Returns the range [low, high) of blocks visible to a query block, in the chunk that begins at `first`."""
         low = first if self.reach is None else jnp.clip(query_block - self.reach, first, first + self.blocks)
         return low, jnp.clip(query_block + 1, first, first + self.blocks)
 
     def routes(self) -> list[tuple[int, int, int]]:
-        """Routes of keys and values from their home: (devices of one hop, hops to the first stop that counts, to the
-        last).
+        """Routes on which keys and values travel from their device: (number of devices per hop, hops to the first stop
+        that counts, hops to the last one).
 
-        All the way around; with a shorter window, some devices in each direction, since the two chunks of a device are
-        adjacent to chunks of its neighbours on both sides.
+        A single route goes all the way around the ring. With a shorter window, routes visit only some devices in each
+        direction, because the two chunks of a device are adjacent to chunks of its neighbors on both sides.
         """
         neighbours = None if self.reach is None else -(-self.reach // self.blocks)
         if neighbours is None or 2 * neighbours >= self.devices - 1:
@@ -90,13 +90,13 @@ class RingLayout(NamedTuple):
         return [(1, 0, neighbours), (-1, 1, neighbours)] if neighbours else [(1, 0, 0)]
 
     def num_computed_blocks(self, device: int) -> int:
-        """Number of blocks of scores, with `size` queries and keys each, computed by a device for one head of a row."""
+        """Returns the number of blocks of scores, of `size` x `size`, that a device computes for one head of a row."""
         query_blocks = np.array([self.block_index(device, local) for local in range(2 * self.blocks)])
         return int((1 + (query_blocks if self.reach is None else np.minimum(query_blocks, self.reach))).sum())
 
 
 def to_zigzag(x_BS: jax.Array) -> jax.Array:
-    """Reorders consecutive positions on each device into its chunks of a ring; any dimensions may follow."""
+    """Reorders consecutive positions on each device into the device's chunks of a ring; any dimensions may follow."""
     routes = _half_routes()
     if not routes:
         return x_BS
@@ -121,7 +121,7 @@ def _join_chunks(even: jax.Array, odd: jax.Array) -> jax.Array:
 
 
 def _half_routes() -> list[list[tuple[int, int]]]:
-    """(From, to) devices of the chunks with even indices, and of the chunks with odd indices; empty for one device."""
+    """Returns (from, to) pairs of devices, for chunks with even and with odd indices; both are empty for one device."""
     devices = axis_size("context")
     owners = [*range(devices), *reversed(range(devices))]
     return [[(i, owners[2 * i + odd]) for i in range(devices)] for odd in (0, 1)] if devices > 1 else []

@@ -1,4 +1,4 @@
-"""A decoder whose head reads a weighted sum of per-token vectors.
+"""A decoder whose head reads a weighted sum of the sense vectors of the tokens so far.
 
 Shape letters: B rows, S positions, T keys (or new tokens), D hidden dimension, N senses, H size of a sense's queries, M
 width of an MLP, or of all senses together.
@@ -25,7 +25,7 @@ from lm_trainer.nn.spec import DecoderSpec, SenseSpec
 
 
 class SenseVectors(nnx.Module):
-    """Computes the senses of a token from its embedding without position, with a residual layer and an MLP."""
+    """Computes the senses of a token from its embedding, without position, with a residual layer and an MLP."""
 
     def __init__(self, spec: SenseSpec, dim: int, *, init: Initializer):
         self.spec, axis = spec, {"embed": dim}
@@ -35,11 +35,11 @@ class SenseVectors(nnx.Module):
         self.out_pre_norm = make_norm(spec.norm, axis, init=init)
         count, width, bias = spec.attention.num_heads, {"mlp": spec.out.hidden_dim}, spec.out.bias
         self.up = Linear(axis, width, bias=bias, init=init)
-        # One axis for senses and their dimensions, so this is a matrix like any other.
+        # One axis for all senses and their dimensions, so that this weight is a matrix like any other.
         self.down = Linear(width, {"embed": count * dim}, bias=bias, init=init)
 
     def __call__(self, x_BSD: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-        """[B, S, N, D] in the dtype of `x_BSD`."""
+        """Returns the senses, [B, S, N, D] in the dtype of `x_BSD`."""
         first, second = (None, None) if key is None else jax.random.split(key)
         adapters = None if key is None else jax.random.fold_in(key, 2)
         y_BSD = x_BSD + dropout(self.input_norm(x_BSD), self.spec.dropout, first)
@@ -50,18 +50,19 @@ class SenseVectors(nnx.Module):
 
 
 class SenseCache(NamedTuple):
-    """Keys and values of the backbone, and of the sense weights, at past positions."""
+    """Keys and values, at past positions, of the layers and of the attention that computes the sense weights."""
 
     backbone: KvCache
     senses: KvCache
-    """One layer: keys of the weights, with senses as values."""
+    """A cache with one layer: the keys of the sense weights, with the senses as values."""
 
 
 class SenseDecoder(Decoder):
     """The head reads sum_j sum_n a_nij C(x_j)_n / N at position i (Hewitt et al. 2023, equations 1 and 6 to 8).
 
-    C(x)_n is sense n of token x, and a_n = softmax(q_n k_n^T / sqrt(H)), with q and k from the last hidden state h of
-    the backbone. The division by N is not in the paper but in its models: it makes the sum as large as a sense.
+    C(x)_n is sense n of token x, and a_n = softmax(q_n k_n^T / sqrt(H)), with q and k computed from the last hidden
+    state h of the layers. The paper does not divide by N, but its published models do; this makes the sum as large as
+    one sense.
     """
 
     def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
@@ -83,7 +84,7 @@ class SenseDecoder(Decoder):
         return DropoutKeys(embed_key, blocks_key, (senses_key, weights_key))
 
     def head_input(self, x_BSD: jax.Array, tokens_BS: jax.Array, segments_BS: jax.Array, *, key: HeadKey) -> jax.Array:
-        """Same as for `Decoder`; `key` is a pair: for the senses, and for their weights."""
+        """Same as for `Decoder`; `key` is a pair of keys, for the senses and for their weights."""
         senses_key, weights_key = (None, None) if key is None else key
         h_BSD = super().head_input(x_BSD, tokens_BS, segments_BS, key=None)
         q_BSNH, k_BSNH = self._queries_and_keys(h_BSD, key=weights_key)

@@ -1,6 +1,6 @@
 """Attention with the splash kernel of JAX's Pallas library, on TPUs.
 
-It saves no scores, and skips blocks of keys hidden by the causal mask or the window.
+The kernel saves no scores, and skips blocks of keys that the causal mask or the window hides.
 
 Shape letters: B rows, S queries and keys, N heads, K key and value heads, H head size.
 """
@@ -29,12 +29,12 @@ from lm_trainer.parallel.mesh import BATCH_AXES
 
 _PLATFORMS = ("tpu",)
 _LANES = 128
-"""Lanes of a TPU's vector registers: blocks of positions are multiples of them."""
+"""Number of lanes of a TPU's vector registers; block sizes are multiples of it."""
 _LARGEST_BLOCK = 512
 _MAX_PARTS = 4
-"""Maximum number of parts of the gradient of queries written by the backward pass, each as large as the gradient."""
+"""Maximum number of partial gradients of the queries that the backward pass writes, each as large as the gradient."""
 _MAX_KEY_BYTES = 512 * 1024
-"""Maximum size in bytes of a block of keys; a chip's vector memory holds several."""
+"""Maximum size in bytes of a block of keys; the vector memory of a chip holds several blocks."""
 
 
 def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str | None:
@@ -57,12 +57,12 @@ def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str 
 
 
 def compute(spec: AttentionSpec, inputs: AttentionInputs, *, interpret: bool = False) -> jax.Array:
-    """Computes attention; the mask is built from segments and window, the bias is ignored.
+    """Computes attention. The mask is built from the segments and the window; the bias is ignored.
 
     Args:
-        spec: the attention.
-        inputs: its operands.
-        interpret: runs the kernel with Pallas' interpreter, on any platform.
+        spec: the attention spec.
+        inputs: inputs of the kernel.
+        interpret: run the kernel with the interpreter of Pallas, on any platform.
     """
     q_BSNH, k_BSKH, v_BSKH, _, segments_BS = inputs
     assert segments_BS is not None
@@ -76,7 +76,8 @@ def compute(spec: AttentionSpec, inputs: AttentionInputs, *, interpret: bool = F
         axes = tuple(axis for axis in axes if axis in free)
         return axes if count % math.prod(mesh.shape[axis] for axis in axes) == 0 else ()
 
-    # XLA cannot partition a kernel. If a mesh axis does not divide a dimension, each of its devices computes all of it.
+    # XLA cannot partition a kernel. If a mesh axis does not divide a dimension, each device on the axis computes all of
+    # it.
     rows, heads = divisible_axes(BATCH_AXES, q_BSNH.shape[0]), divisible_axes(("model",), k_BSKH.shape[2])
     partition = PartitionSpec(rows, None, heads)
     divided = jax.shard_map(
@@ -99,7 +100,7 @@ def _run(
     *,
     interpret: bool,
 ) -> jax.Array:
-    # With `upcast`, queries and keys are float32 and values are not, but the kernel has one dtype.
+    # With `upcast`, queries and keys are float32 and values are not, but the kernel supports only one dtype.
     q_BNSH, k_BKSH, v_BKSH = (x.swapaxes(1, 2).astype(q_BSNH.dtype) for x in (q_BSNH, k_BSKH, v_BSKH))
     kernel = _make_kernel(spec, q_BNSH, interpret=interpret)
     o_BNSH = jax.vmap(kernel)(q_BNSH, k_BKSH, v_BKSH, segments_BS)
@@ -107,16 +108,16 @@ def _run(
 
 
 def _make_kernel(spec: AttentionSpec, q_BNSH: jax.Array, *, interpret: bool) -> Callable[..., jax.Array]:
-    """Makes a function of the inputs of one row."""
+    """Makes a function that computes attention for the inputs of one row."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    # The window includes the query itself, the mask of the kernel counts only the keys on its left.
+    # The window includes the query itself; the mask of the kernel counts only the keys to its left.
     heads, length = q_BNSH.shape[1:3]
     shape, window = (length, length), spec.window
     mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
     size = _choose_block_size(length, spec.scores.block_size)
     fused_block = _choose_fused_block(length, size, window, spec.head_dim * q_BNSH.dtype.itemsize)
-    # A single kernel for all gradients computes five products per block; two separate kernels, seven.
+    # A single kernel for all gradients computes five products per block; two separate kernels compute seven.
     separate: dict[str, Any] = {} if fused_block else {"block_q_dq": size, "block_kv_dq": size}
     sizes = splash.BlockSizes(
         block_q=size,
@@ -138,23 +139,23 @@ def _make_kernel(spec: AttentionSpec, q_BNSH: jax.Array, *, interpret: bool) -> 
 
 
 def _choose_block_size(length: int, size: int | None) -> int:
-    """Positions of a block: `size`, or the largest multiple of the lanes up to 512 that divides `length`."""
+    """Returns the positions per block: `size`, or the largest multiple of the lanes up to 512 dividing `length`."""
     if size is not None:
         return min(size, length)
     return next(b for b in range(_LARGEST_BLOCK, 0, -_LANES) if length % b == 0)
 
 
 def _choose_fused_block(length: int, size: int, window: int | None, bytes_of_key: int) -> int | None:
-    """Positions of a block of keys if one kernel computes all gradients; None if two kernels do.
+    """Returns the number of positions of a key block if one kernel computes all gradients; None if two kernels do.
 
-    The single kernel writes a part of the gradient of all queries for each such block, so their number is limited, and
-    a block must fit.
+    For each key block, the single kernel writes a partial gradient of all queries, so the number of key blocks is
+    limited. A key block must also fit into the vector memory.
 
     Args:
-        length: positions of a row.
-        size: positions of a block of queries, a divisor of `length`.
-        window: window of the attention; with a window, fewer large blocks of keys could be skipped.
-        bytes_of_key: size of a head's key.
+        length: number of positions of a row.
+        size: number of positions of a query block, a divisor of `length`.
+        window: window of the attention; with a window, fewer key blocks could be skipped if they were large.
+        bytes_of_key: size in bytes of a key of one head.
     """
     blocks = length // size
     max_blocks = blocks if window is None else 1

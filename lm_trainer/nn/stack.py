@@ -1,4 +1,4 @@
-"""The layers of a decoder: parameters are always stacked, execution is one loop or unrolled.
+"""The layers of a decoder. Parameters are always stacked; the layers run as a loop or unrolled.
 
 Shape letters: B rows, S positions, D hidden dimension.
 """
@@ -25,7 +25,7 @@ from lm_trainer.nn.moe import RouterStats, zero_router_stats
 from lm_trainer.nn.read import is_gathering, saves_all_but_gathered
 from lm_trainer.nn.spec import DecoderSpec, OffloadPolicy, Remat
 
-# These kernels contain products as well; without their names, all of them would run twice.
+# Results of kernels that contain matrix products; without these names, a policy would run the kernels twice.
 _KERNELS = jax.checkpoint_policies.save_only_these_names(RESIDUAL, mxfp8.RESIDUAL)
 _POLICIES = {
     "full": None,
@@ -40,10 +40,10 @@ _Run = Callable[[_Carry, Block, jax.Array | int], _Carry]
 
 
 def build_blocks(spec: DecoderSpec, *, init: Initializer) -> nnx.Dict:
-    """Builds all layers: entry "j" holds the layers at slot j of the period, each parameter with a leading `layers`
+    """Builds all layers. Entry "j" holds the layers at slot j of the period; each parameter has a leading `layers`
     axis.
 
-    Every layer has its own key, so the way of execution does not change parameters.
+    Every layer has its own key, so parameters do not depend on how the layers are run.
     """
     keys = jax.random.split(init.rngs.params(), len(spec.blocks))
 
@@ -64,11 +64,11 @@ def run_blocks(  # noqa: PLR0913 - what a pass through the layers shares
     cache: KvCache | None = None,
     first: jax.Array | None = None,
 ) -> _Carry:
-    """Runs all layers in order; with a cache there is no rematerialisation, since no gradient is computed.
+    """Runs all layers in order. With a cache there is no rematerialization, because no gradient is computed.
 
-    `first` is the index of the first layer if the spec describes a part of a model.
+    `first` is the index of the first layer if `spec` describes a part of a model.
 
-    Returns the stream, the cache, and the sums of router statistics over layers, None without routers.
+    Returns the stream, the cache, and the sums of the router statistics over the layers (None without routers).
     """
     slots = [blocks[str(j)] for j in range(len(blocks))]
     apply = _apply if cache is not None else _apply_with_remat(spec.remat, in_loop=spec.scan)
@@ -96,15 +96,15 @@ def run_layer(  # noqa: PLR0913 - as for `run_blocks`
     key: jax.Array | None,
     remat: Remat = "none",
 ) -> tuple[jax.Array, RouterStats | None]:
-    """Runs one layer as `run_blocks` does: returns the stream after it, and the sums of router statistics up to it.
+    """Runs one layer as `run_blocks` does. Returns the stream after it, and the sums of router statistics including it.
 
     Args:
         block: the layer.
-        x_BSD: the stream before it.
-        stats: the sums before it, None without routers.
-        context: context of all layers.
+        x_BSD: the stream before the layer.
+        stats: the sums of router statistics before the layer; None without routers.
+        context: the context that all layers share.
         layer: index of the layer, an int32 scalar.
-        key: key of all layers; None disables dropout.
+        key: key from which the keys of all layers are derived; None disables dropout.
         remat: values that a derivative of this call recomputes, without an optimization barrier.
     """
     apply = _apply_with_remat(remat, in_loop=True)
@@ -122,8 +122,8 @@ def _run_unrolled(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: 
 
 
 def _run_as_loop(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: int, groups: int) -> _Carry:
-    """Runs one period per iteration; after the loop, the layers of an incomplete last period, and iterations left over
-    by groups of equal size.
+    """Runs one period per iteration. After the loop it runs the iterations left over by groups of equal size, and the
+    layers of an incomplete last period.
     """
     period = len(slots)
     iterations, remainder = divmod(num_layers, period)
@@ -140,8 +140,9 @@ def _run_as_loop(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: i
     ]
     scanned, grouped_iterations = (full_slots, jnp.arange(iterations)), 0
     if groups and (size := iterations // groups):
-        # Only the input of each group is saved; the group runs a second time, and then saves the inputs of its layers
-        # (Chen et al. 2016, arXiv 1604.06174). A loop needs no barrier against common subexpression elimination.
+        # Only the input of each group is saved. The backward pass runs the group a second time, saving the inputs of
+        # its layers (Chen et al. 2016, arXiv 1604.06174). A loop needs no barrier against common subexpression
+        # elimination.
         grouped_iterations = groups * size
         parts = jax.tree.map(lambda a: a[:grouped_iterations].reshape(groups, size, *a.shape[1:]), scanned)
         carry, _ = jax.lax.scan(jax.checkpoint(lambda c, x: jax.lax.scan(body, c, x), prevent_cse=False), carry, parts)
@@ -163,7 +164,7 @@ def _apply(block: Block, carry: _Carry, context: ForwardContext, layer: jax.Arra
 def _apply_with_remat(remat: Remat, *, in_loop: bool) -> Callable[..., _Carry]:
     if remat == "none" and not is_gathering():
         return _apply
-    # A separate function if parameters are gathered: JAX would reuse a trace of `_apply` without gathering.
+    # A new function if parameters are gathered; otherwise JAX would reuse a trace of `_apply` without gathering.
     apply = functools.partial(_apply) if is_gathering() else _apply
     match remat:
         case "none":
@@ -186,7 +187,7 @@ def _apply_with_remat(remat: Remat, *, in_loop: bool) -> Callable[..., _Carry]:
 def unstack(tree: Any, count: int) -> list[Any]:
     """Splits every leaf into its `count` slices along the first axis.
 
-    Split, not indexed: its gradient is one concatenation instead of a sum of `count` padded arrays.
+    Split, not indexed: the gradient of a split is one concatenation instead of a sum of `count` padded arrays.
     """
     leaves, structure = jax.tree.flatten(tree)
     rows = [[part.reshape(part.shape[1:]) for part in jax.lax.split(leaf, (1,) * count)] for leaf in leaves]

@@ -1,6 +1,6 @@
-"""Losses in stages: the embedding, each layer, and the head.
+"""Staged losses: a loss as the stages embedding, layers and head.
 
-A step that computes the stages separately holds the parameters of one stage at a time.
+A step that computes the stages separately holds the parameters of only one stage at a time.
 
 Shape letters: B rows, S positions, D hidden dimension.
 """
@@ -30,51 +30,51 @@ from lm_trainer.nn.stack import run_layer
 
 
 class Stream(NamedTuple):
-    """The values passed from stage to stage."""
+    """Values that are passed from stage to stage."""
 
     x_BSD: Any
-    """The residual stream, an array in the compute dtype; in a custom loss any tree of arrays."""
+    """The residual stream, an array in the compute dtype. In a custom loss, any tree of arrays."""
     stats: RouterStats | None = None
-    """Sums over the layers so far; None without routers."""
+    """Sums of the router statistics of the layers so far; None without routers."""
     logged: dict[str, jax.Array] = {}
-    """Values logged so far: see `lm_trainer.step.staged.logged_stages`."""
+    """Values logged so far; see `lm_trainer.step.staged.logged_stages`."""
 
 
 LossSums = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
-"""Sum of the weighted losses, sum of the weights, and sums of other reported values; float32 scalars."""
+"""Sum of the weighted losses, sum of the weights, and sums of other reported values; all float32 scalars."""
 
 
 @dataclass(frozen=True)
 class StagedLoss:
-    """A loss in stages: `head(layer(... layer(embed)))`. Called as `loss(model, batch, key)`, it computes all of them.
+    """A loss in stages: `head(layer(... layer(embed)))`. A call `loss(model, batch, key)` computes all stages.
 
-    The functions take a module, of which only the parameters they read must exist, and the microbatch's key for
-    dropout; None disables dropout. `trainer.gather: layer` computes the stages separately, and holds the parameters of
-    one stage at a time.
+    Each function takes a module, which must contain only the parameters that the function reads, and the microbatch's
+    dropout key; None disables dropout. `trainer.gather: layer` computes the stages separately, and so holds the
+    parameters of only one stage at a time.
     """
 
     num_layers: int
     layers: tuple[str, ...]
-    """Prefixes of the names of a layer's parameters, such as `blocks.0.`; several if layers of several kinds alternate.
+    """Name prefixes of the parameters of a layer, such as `blocks.0.`; several if layers of several kinds alternate.
     The parameters have a leading axis over the layers of their kind."""
     embed: Callable[[Any, Batch, jax.Array | None], Stream]
-    """`embed(model, batch, key)`: the stream before the first layer."""
+    """`embed(model, batch, key)` returns the stream before the first layer."""
     layer: Callable[[Any, int, Stream, Batch, jax.Array, jax.Array | None], Stream]
-    """`layer(model, slot, stream, batch, number, key)`: the stream after a layer, the only one that the model has under
-    `layers[slot]`. Its parameters lack the axis over layers; `number` is an int32 scalar."""
+    """`layer(model, slot, stream, batch, number, key)` returns the stream after a layer, the only one that the model
+    contains under `layers[slot]`. Its parameters lack the axis over layers. `number`, an int32 scalar, is its index."""
     head: Callable[[Any, Stream, Batch, jax.Array | None], LossSums]
-    """`head(model, stream, batch, key)`: the results of the loss, from the stream after the last layer."""
+    """`head(model, stream, batch, key)` returns the results of the loss from the stream after the last layer."""
     saving_layer: Callable[[Any, int, Stream, Batch, jax.Array, jax.Array | None], Stream] | None = None
-    """Same as `layer`, for a derivative that recomputes only the values chosen by the model; None: it recomputes
-    everything."""
+    """Same as `layer`, but its derivative recomputes only the values that the model's `remat` selects; None:
+    derivatives recompute everything."""
 
     @property
     def period(self) -> int:
-        """Layers with the same index modulo the period are of one kind."""
+        """Number of kinds of layers; layers with the same index modulo the period are of one kind."""
         return len(self.layers)
 
     def __call__(self, model: nnx.Module, batch: Batch, key: jax.Array | None) -> LossSums:
-        """Computes the loss of a complete model; returns the results of `head`."""
+        """Computes the loss of a complete model. Returns the results of `head`."""
         graphdef, state = nnx.split(model, nnx.Param)
         tree = nnx.to_pure_dict(state)
         stream = self.embed(model, batch, key)
@@ -99,14 +99,14 @@ def staged_token_loss(
     block_size: int | None = None,
     terms: LossTerms = CROSS_ENTROPY,
 ) -> StagedLoss:
-    """`lm_trainer.nn.loss.token_loss` in stages, for decoders of `spec`; the other arguments are the same."""
+    """Returns `lm_trainer.nn.loss.token_loss` in stages, for decoders of `spec`; the other arguments are the same."""
     return _decoder_stages(spec, dtype, partial(hidden_loss, block_size=block_size, terms=terms))
 
 
 def staged_token_nll(
     spec: DecoderSpec, *, dtype: DTypeLike = jnp.float32, block_size: int | None = None, top: int = 0
 ) -> StagedLoss:
-    """`lm_trainer.nn.loss.token_nll` in stages, for decoders of `spec`; the other arguments are the same."""
+    """Returns `lm_trainer.nn.loss.token_nll` in stages, for decoders of `spec`; the other arguments are the same."""
 
     def head(model: Decoder, h_BSD: jax.Array, stats: RouterStats | None, batch: Batch) -> LossSums:
         del stats
@@ -119,10 +119,10 @@ _HeadFn = Callable[[Decoder, jax.Array, RouterStats | None, Batch], LossSums]
 
 
 def _decoder_stages(spec: DecoderSpec, dtype: DTypeLike, head: _HeadFn) -> StagedLoss:
-    """Makes a loss in stages from `head(model, hidden states, router statistics, batch)`, applied after the layers."""
+    """Makes a staged loss from `head(model, hidden states, router statistics, batch)`, its last stage."""
 
     def layout(batch: Batch) -> tuple[bool, Callable[[Any], jax.Array]]:
-        """True for ring attention, and a function that reorders rows into the layout of the stream."""
+        """Returns true for ring attention, and a function that reorders rows into the layout of the stream."""
         ring = uses_ring(spec.blocks, dtype, batch.tokens.shape[1])
         return ring, (lambda x: to_zigzag(jnp.asarray(x))) if ring else jnp.asarray
 

@@ -1,4 +1,4 @@
-"""Attention with scores as arrays, for full rows or for blocks of queries.
+"""Attention in plain XLA, which holds the scores as arrays, for full rows or for blocks of queries.
 
 Shape letters: B rows, S queries, T keys, N heads, K key and value heads, H head size, C queries of one block (or of all
 query heads that share keys), L blocks.
@@ -17,12 +17,12 @@ from lm_trainer.nn.linear import dropout
 from lm_trainer.nn.spec import AttentionSpec
 
 _MIN_BLOCK_QUERIES, _MAX_BLOCKS = 128, 4
-"""Minimum queries of a block, and maximum blocks of a row. More and smaller blocks skip little more, and take longer to
-compile."""
+"""Minimum number of queries of a block, and maximum number of blocks of a row. More and smaller blocks would skip
+little more and take longer to compile."""
 
 
 def xla_attention(spec: AttentionSpec, inputs: AttentionInputs, key: jax.Array | None) -> jax.Array:
-    """Computes softmax(q k^T + bias) v, [B, S, N, H] with the H of `v_BTKH` and its dtype; `key` is for dropout."""
+    """Computes softmax(q k^T + bias) v, [B, S, N, H], with the H and the dtype of `v_BTKH`; `key` is for dropout."""
     q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS = inputs
     scores, queries = spec.scores, q_BSNH.shape[1]
     attention_fn = functools.partial(dot_product_attention, dropout_rate=scores.dropout, softcap=scores.softcap)
@@ -35,13 +35,13 @@ def xla_attention(spec: AttentionSpec, inputs: AttentionInputs, key: jax.Array |
 
 
 AttentionFn = Callable[..., jax.Array]
-"""`dot_product_attention` with its options."""
+"""`dot_product_attention` with its options bound."""
 
 
 def _attend_causal_blocks(
     attention_fn: AttentionFn, window: int | None, inputs: AttentionInputs, key: jax.Array | None
 ) -> jax.Array:
-    """Processes blocks of queries, each with only the keys visible to at least one of its queries; the bias masks the
+    """Processes blocks of queries, each with only the keys that at least one of its queries can see; the bias masks the
     others.
     """
     q_BSNH, k_BTKH, v_BTKH, bias_BNST, _ = inputs
@@ -61,7 +61,7 @@ def _attend_causal_blocks(
 def _attend_query_blocks(
     attention_fn: AttentionFn, size: int, inputs: AttentionInputs, key: jax.Array | None
 ) -> jax.Array:
-    """Computes the scores of `size` queries at a time, recomputed for gradients; results equal the unblocked ones."""
+    """Computes the scores of `size` queries at a time, and recomputes them for gradients; same results as unblocked."""
     q_BSNH, k_BTKH, v_BTKH, bias_BNST, _ = inputs
     length = q_BSNH.shape[1]
     count = -(-length // size)
@@ -77,7 +77,7 @@ def _attend_query_blocks(
         block_key = None if key is None else jax.random.fold_in(key, index)
         return attention_fn(q_BCNH, k_BTKH, v_BTKH, bias_BNCT, key=block_key)
 
-    # Queries that pad the last block have a bias of 0 to keep their softmax finite; they are removed at the end.
+    # Queries that pad the last block have a bias of 0, so that their softmax is finite. They are removed at the end.
     o_LBCNH = jax.lax.map(attend_block, (jnp.arange(count), split(q_BSNH, 1), split(bias_BNST, 2)))
     o_BLCNH = jnp.moveaxis(o_LBCNH, 0, 1)
     return o_BLCNH.reshape(q_BSNH.shape[0], count * size, *o_BLCNH.shape[3:])[:, :length]
@@ -93,32 +93,32 @@ def dot_product_attention(  # noqa: PLR0913 - the arguments of attention
     softcap: float | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes softmax(softcap(q k^T) + bias) v; scores in the dtype of q, softmax in float32. Differentiable in q, k
-    and v.
+    """Computes softmax(softcap(q k^T) + bias) v, with scores in the dtype of q and the softmax in float32.
+    Differentiable with respect to q, k and v.
     """
     scores_BNST = _multiply_groups("bkch,bkth->bkct", _swap_heads_first(q_BSNH), k_BTKH).astype(jnp.float32)
     if softcap is not None:
         scores_BNST = softcap * jnp.tanh(scores_BNST * (1.0 / softcap))
     scores_BNST = scores_BNST + bias_BNST
-    # The softmax does not depend on the subtracted value, so omitting its gradient loses no accuracy.
+    # The result of the softmax does not depend on the subtracted value, so omitting its gradient loses no accuracy.
     highest = jax.lax.stop_gradient(jnp.max(scores_BNST, axis=-1, keepdims=True))
     e_BNST = jnp.exp(scores_BNST - highest)
-    # Divides the result instead of the probabilities, which have T / H times as many elements. The explicit reciprocal
-    # is needed because a compiler may turn a division into it in one program and not in another.
+    # Divides the result, because the probabilities have T / H times as many elements. The explicit reciprocal is needed
+    # because a compiler may turn a division into a reciprocal in one program and not in another.
     r_BNS1 = 1.0 / jnp.sum(e_BNST, axis=-1, keepdims=True)
-    # After the sum, which dropout of the probabilities would not change either.
+    # Dropout after the sum, because dropout of the probabilities would not change the sum either.
     e_BNST = dropout(e_BNST, dropout_rate, key).astype(v_BTKH.dtype)
     o_BNSH = _multiply_groups("bkct,bkth->bkch", e_BNST, v_BTKH) * r_BNS1.astype(v_BTKH.dtype)
     return _swap_heads_first(o_BNSH)
 
 
 def _swap_heads_first(x: jax.Array) -> jax.Array:
-    """Swaps positions and heads. With heads first, neither scores nor their gradients are transposed."""
+    """Swaps the axes of positions and heads. With heads first, neither scores nor their gradients are transposed."""
     return x.swapaxes(1, 2)
 
 
 def _multiply_groups(product: str, x_BNSX: jax.Array, y_BTKH: jax.Array) -> jax.Array:
-    """Multiplies each head with the matrix of its group, [B, N, S, ...]: one product for all heads of a group."""
+    """Multiplies each head with the matrix of its group, [B, N, S, ...], as one product for all heads of a group."""
     rows, heads, queries, size = x_BNSX.shape
     x_BKCX = x_BNSX.reshape(rows, y_BTKH.shape[2], -1, size)
     return jnp.einsum(product, x_BKCX, _swap_heads_first(y_BTKH)).reshape(rows, heads, queries, -1)

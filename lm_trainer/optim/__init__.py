@@ -46,7 +46,7 @@ AnyOptimizer = Annotated[
     | SophiaHConfig,
     Field(discriminator="type"),
 ]
-"""The values of `optimizer:`, distinguished by `type`."""
+"""Configurations that `optimizer:` accepts, distinguished by `type`."""
 
 __all__ = [
     "AdafactorConfig",

@@ -1,7 +1,8 @@
-"""Adafactor: second moments of matrices as the product of a row and a column, which need very little memory.
+"""Adafactor: second moments of matrices as the product of a row and a column, which take very little memory.
 
-Shape letters: L stacked matrices of one parameter, I inputs, O outputs. 12 layers of a linear map from 768 to 3072 are
-g_LIO (12, 768, 3072), with rows_LI (12, 768) and columns_LO (12, 3072): 46 thousand numbers instead of 28 million.
+Shape letters: L stacked matrices of one parameter, I inputs, O outputs. For example, linear maps from 768 to 3072 in 12
+layers have g_LIO (12, 768, 3072), rows_LI (12, 768) and columns_LO (12, 3072): 46 thousand numbers instead of 28
+million.
 """
 
 from __future__ import annotations
@@ -48,21 +49,21 @@ def _divide_by_second_moment(config: AdafactorConfig, params: Params) -> optax.G
 
 
 def _decay_at_step(count: jax.Array, rate: float) -> jax.Array:
-    """Decay at step `count`, starting from 1. It is 0 at first, so no correction for the initial 0 is needed."""
+    """Returns the decay at step `count`, counted from 1. The first decay is 0, so the initial 0 has no effect."""
     return 1 - count.astype(jnp.float32) ** -rate
 
 
 class SquaresState(NamedTuple):
-    """State of the parameters that are not factored."""
+    """State for the parameters that are not factored."""
 
     count: jax.Array
-    """int32 [], steps so far."""
+    """int32 []; number of steps so far."""
     nu: Arrays
     """Average of squared gradients, in the shapes of the parameters."""
 
 
 def _scale_by_squares(decay_rate: float, epsilon: float) -> optax.GradientTransformation:
-    """Algorithm 5 for vectors and small matrices: a second moment for each element."""
+    """Applies algorithm 5 to vectors and small matrices: a second moment for each element."""
 
     def init(weights: Arrays) -> SquaresState:
         return SquaresState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, weights))
@@ -79,21 +80,21 @@ def _scale_by_squares(decay_rate: float, epsilon: float) -> optax.GradientTransf
 
 
 class FactorState(NamedTuple):
-    """State of the factored parameters."""
+    """State for the factored parameters."""
 
     count: jax.Array
-    """int32 [], steps so far."""
+    """int32 []; number of steps so far."""
     rows: dict[str, jax.Array]
-    """float32 [L, I]: the mean over the outputs."""
+    """float32 [L, I]: the mean of the squared gradient over the outputs."""
     columns: dict[str, jax.Array]
-    """float32 [L, O]: the mean over the inputs."""
+    """float32 [L, O]: the mean of the squared gradient over the inputs."""
 
 
 def _scale_by_factors(params: Params, decay_rate: float, epsilon: float) -> optax.GradientTransformation:
-    """Algorithm 4, with means instead of sums.
+    """Applies algorithm 4, with means instead of sums.
 
-    Not `optax.scale_by_factored_rms`: it factors the two largest dimensions of an array, which for a stack of layers
-    with heads are not the dimensions of one matrix, and computes in the gradient's dtype.
+    `optax.scale_by_factored_rms` is not used: it factors the two largest dimensions of an array, which are not the
+    dimensions of one matrix if layers with heads are stacked, and it computes in the dtype of the gradient.
     """
     shapes = {name: param.matrix_shape for name, param in params.items()}
 
@@ -113,7 +114,8 @@ def _scale_by_factors(params: Params, decay_rate: float, epsilon: float) -> opta
             squares_LIO = jnp.square(g_LIO) + epsilon
             rows[name] = decay * state.rows[name] + (1 - decay) * jnp.mean(squares_LIO, axis=2)
             columns[name] = decay * state.columns[name] + (1 - decay) * jnp.mean(squares_LIO, axis=1)
-            # The product is divided by the mean of the rows: as a separate factor it would leave float32's range.
+            # The product is divided by the mean of the rows here, because as a separate factor the mean could leave the
+            # range of float32.
             shares_LI = rows[name] / jnp.mean(rows[name], axis=1, keepdims=True)
             scaled_LIO = g_LIO * jax.lax.rsqrt(shares_LI)[:, :, None] * jax.lax.rsqrt(columns[name])[:, None, :]
             scaled[name] = param.from_matrices(scaled_LIO).astype(updates[name].dtype)
@@ -123,9 +125,10 @@ def _scale_by_factors(params: Params, decay_rate: float, epsilon: float) -> opta
 
 
 def _scale_to_weights(params: Params) -> optax.GradientTransformation:
-    """Multiplies by max(1e-3, root mean square of the weight), for each layer of a stack (algorithm 4, alpha).
+    """Multiplies by max(1e-3, root mean square of the weight), separately for each layer of a stack (algorithm 4,
+    alpha).
 
-    The minimum of 1e-3 lets a weight grow that starts at 0.
+    The minimum of 1e-3 lets a weight that starts at 0 grow.
     """
 
     def update(updates: Arrays, state: optax.OptState, weights: PyTree = None) -> tuple[Arrays, optax.OptState]:

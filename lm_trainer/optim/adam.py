@@ -29,11 +29,11 @@ class AdamConfig(OptimizerConfig):
     epsilon: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     nesterov: bool = False
-    """Look one step ahead with the first moment (Dozat 2016)."""
+    """Use Nesterov momentum: look one step ahead with the first moment (Dozat 2016)."""
     update_rms_clipping: PositiveFloat | None = None
-    """Maximum root mean square of the update of each weight before its decay, which is scaled down to it. As in
-    StableAdamW (Wortsman et al. 2023, arXiv 2304.13013), but of m / sqrt(v), not of g / sqrt(v). 1.0 suits most models;
-    null: no clipping."""
+    """Maximum root mean square of the update of each weight before weight decay; a larger update is scaled down to it.
+    As in StableAdamW (Wortsman et al. 2023, arXiv 2304.13013), but for m / sqrt(v) instead of g / sqrt(v). 1.0 suits
+    most models; null: no clipping."""
     adamc_weight_decay: bool = False
     """Multiply the weight decay by learning rate / peak learning rate, so that normalised layers keep a steady ratio of
     gradient to weight as the learning rate falls (Defazio 2025, arXiv 2506.02285)."""
@@ -41,7 +41,7 @@ class AdamConfig(OptimizerConfig):
     @field_validator("type")
     @classmethod
     def _has_one_name(cls, value: str) -> str:
-        # A run has the same identity under both names.
+        # A run has the same identity under either name.
         return "adam" if value == "adamw" else value
 
     @property
@@ -60,6 +60,6 @@ class AdamConfig(OptimizerConfig):
         return optax.chain(adam, clip_update_rms(self.update_rms_clipping, params))
 
     def decay_rule(self, params: Params) -> optax.GradientTransformation:
-        """Adds the weight decay, with or without AdamC's correction."""
+        """Adds the weight decay, with or without the correction of AdamC."""
         peak = self.learning_rate if self.adamc_weight_decay else None
         return decay_weights(self.weight_decay, self.decay_mask(params), peak=peak)

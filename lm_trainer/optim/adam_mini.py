@@ -1,7 +1,7 @@
 """Adam-mini: AdamW with one second moment for each block of a weight, which halves the memory of the optimizer.
 
-Second moments keep the rank of their parameter, with size 1 for the dimensions of a block. For 12 layers with 8 heads
-of size 64 and hidden dimension 512:
+Second moments keep the rank of their parameter; the dimensions of a block have size 1. For 12 layers with 8 heads of
+size 64 and hidden dimension 512:
 
     parameter                     block                second moments
     q.weight  (12, 512, 8, 64)    a head               (12, 1, 8, 1)
@@ -29,11 +29,11 @@ _HEADS = ("heads", "kv_heads")
 class AdamMiniConfig(OptimizerConfig):
     """Adam-mini (Zhang et al. 2024, arXiv 2406.16793, algorithms 2 and 3).
 
-    Blocks: a head of queries or keys; an output of any other linear map; a token or position of a table or head.
+    A block is a head of queries or keys, an output of any other linear map, or a token or position of a table or head.
     Biases and scales of norms have a second moment for each element, as in AdamW.
     """
 
-    # Its squares belong to blocks, and vectors stay in float32.
+    # No fields: averages of squares have one element per block, and averages of vectors stay in float32.
     squares_in_state: ClassVar[tuple[str, ...] | None] = ()
 
     type: Literal["mini"] = "mini"
@@ -47,7 +47,7 @@ class AdamMiniConfig(OptimizerConfig):
     """Added to the root of the second moment."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """Returns the average gradient over the root of its block's second moment, both corrected for their bias."""
+        """Returns the average gradient over the root of its block's second moment, both corrected for bias."""
         import optax
 
         blocks = {name: block_axes(param) for name, param in params.items() if param.role != "vector"}
@@ -58,9 +58,9 @@ class AdamMiniConfig(OptimizerConfig):
 
 
 def block_axes(param: Param) -> tuple[int, ...]:
-    """The dimensions of a matrix or table over which one block extends; the other dimensions count blocks."""
-    # The Hessian of a transformer is nearly block-diagonal: by heads for queries and keys, by outputs for other maps,
-    # by tokens for tables (section 2 of the paper). So one learning rate for each block is enough.
+    """Returns the dimensions of a matrix or table that a block spans; the other dimensions index the blocks."""
+    # The Hessian of a transformer is nearly block-diagonal: by heads for queries and keys, by outputs for other linear
+    # maps, and by tokens for tables (section 2 of the paper). One learning rate per block is therefore enough.
     axes = param.axes
     inside = range(param.lead, len(axes))
     if param.role in ("embedding", "head"):
@@ -72,20 +72,20 @@ def block_axes(param: Param) -> tuple[int, ...]:
 
 
 class MiniState(NamedTuple):
-    """State of the parameters with blocks."""
+    """State for the parameters that have blocks."""
 
     count: jax.Array
-    """int32 [], steps so far."""
+    """int32 []; number of steps so far."""
     mu: Arrays
     """Average of gradients, in the shapes of the parameters."""
     nu: dict[str, jax.Array]
-    """float32, the shape of each parameter with size 1 for the dimensions of a block."""
+    """float32; the shape of each parameter, with size 1 for the dimensions of a block."""
 
 
 def _scale_by_blocks(
     blocks: dict[str, tuple[int, ...]], params: Params, beta1: float, beta2: float, epsilon: float
 ) -> optax.GradientTransformation:
-    """Adam with the mean square over each block instead of the square; `blocks` are the axes inside a block."""
+    """Adam with the mean square of each block instead of the square; `blocks` are the axes inside a block."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -100,7 +100,7 @@ def _scale_by_blocks(
         del weights
         count = state.count + 1
         mu = optax.tree_utils.tree_update_moment(updates, state.mu, beta1, 1)
-        # float32 also for bfloat16 gradients, because a block can be as large as a row.
+        # float32 even for bfloat16 gradients, because a block can be as large as a row.
         squares = {
             name: jnp.mean(jnp.square(updates[name].astype(jnp.float32)), axis=axes, keepdims=True)
             for name, axes in blocks.items()
@@ -108,7 +108,7 @@ def _scale_by_blocks(
         nu = optax.tree_utils.tree_update_moment(squares, state.nu, beta2, 1)
         mu_hat = optax.tree_utils.tree_bias_correction(mu, beta1, count)
         nu_hat = optax.tree_utils.tree_bias_correction(nu, beta2, count)
-        # One division for each block instead of each element.
+        # One division per block instead of one per element.
         scales = {name: 1 / (jnp.sqrt(v) + epsilon) for name, v in nu_hat.items()}
         scaled = {name: m * scales[name].astype(m.dtype) if name in scales else m for name, m in mu_hat.items()}
         return scaled, MiniState(count, mu, nu)

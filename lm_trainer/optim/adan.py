@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class AdanConfig(OptimizerConfig):
     """Adan (Xie et al. 2022, arXiv 2208.06677, algorithm 1), but with the weight decay of AdamW.
 
-    Its decays are 1 minus the paper's betas, as in the paper's code, which corrects the averages for their initial
-    bias.
+    Each decay is 1 minus the corresponding beta of the paper, as in the paper's code. As in that code, the averages are
+    corrected for their initial bias.
     """
 
     elementwise_transform: ClassVar[bool] = True
@@ -39,9 +39,9 @@ class AdanConfig(OptimizerConfig):
     """Added to the root of the average of squares."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """Returns (m + beta2 v) / (sqrt(n) + epsilon).
+        """Returns the update (m + beta2 v) / (sqrt(n) + epsilon).
 
-        m is the average of gradients g, v of their changes d, and n of the squares of g + beta2 d.
+        m is the average of the gradients g, v of their changes d, and n of the squares of g + beta2 d.
         """
         import jax.numpy as jnp
         import optax
@@ -61,7 +61,7 @@ class AdanConfig(OptimizerConfig):
 
         del params
         first = state.t == 0
-        # In the first step the previous gradient is taken to be the same.
+        # In the first step, the previous gradient is assumed to equal the gradient.
         change = jax.tree.map(lambda g, previous: jnp.where(first, 0, g - previous), updates, state.g)
         ahead = jax.tree.map(lambda g, d: g + self.beta2 * d, updates, change)
         m = optax.tree.update_moment(updates, state.m, self.beta1, 1)
@@ -75,7 +75,7 @@ class AdanConfig(OptimizerConfig):
 
 
 class AdanState(NamedTuple):
-    """State of Adan; all fields but `t` have the shapes of the parameters."""
+    """State of Adan; all fields except `t` have the shapes of the parameters."""
 
     m: Arrays
     """Average of gradients."""
@@ -86,4 +86,4 @@ class AdanState(NamedTuple):
     g: Arrays
     """Gradient of the previous step."""
     t: jax.Array
-    """int32 [], steps done."""
+    """int32 []; number of steps so far."""

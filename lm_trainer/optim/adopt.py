@@ -1,4 +1,4 @@
-"""ADOPT: Adam that normalises a gradient by the previous second moment, with which it is not correlated."""
+"""ADOPT: Adam that normalises a gradient by the previous second moment, which is not correlated with the gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class AdoptConfig(OptimizerConfig):
     """ADOPT (Taniguchi et al. 2024, arXiv 2411.02853, algorithm 2).
 
-    The first step only measures: except for the weight decay it does not change the weights.
+    The first step only computes second moments: except for weight decay, it does not change the weights.
     """
 
     elementwise_transform: ClassVar[bool] = True
@@ -30,10 +30,10 @@ class AdoptConfig(OptimizerConfig):
     epsilon: PositiveFloat = 1e-6
     """Minimum of the root of the second moment."""
     use_clipping: bool = True
-    """Clip each normalised gradient to the fourth root of the number of steps done."""
+    """Clip each element of the normalised gradient to the fourth root of the number of steps so far."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """Returns the average of gradient / max(sqrt(v), epsilon), with v from the previous step."""
+        """Returns the average of gradient / max(sqrt(v), epsilon), where v is from the previous step."""
         import optax
 
         del params

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class OptimizerConfig(LearningRateConfig, Optimizer):
-    """Keys of every optimizer, and their common update rule.
+    """Configuration keys of every optimizer, and the update rule they share.
 
-    A new optimizer defines `transform`, and sets `elementwise_transform` if it is elementwise. If its paper differs in
-    more, it overrides `clip_rule`, `decay_rule` or `rule`.
+    A new optimizer defines `transform`, and sets `elementwise_transform` if the transform is elementwise. If more than
+    the transform differs, it also overrides `clip_rule`, `decay_rule` or `rule`.
     """
 
     absent: ClassVar[Mapping[str, str]] = {
@@ -35,9 +35,10 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
     }
 
     elementwise_transform: ClassVar[bool] = False
-    """True if `transform` computes each element's update only from its own gradient and state and from scalars."""
+    """True if `transform` computes the update of each element only from the element's own gradient and state and from
+    scalars."""
     weights_in_state: ClassVar[bool] = False
-    """True if the state holds weights, which must not be rounded."""
+    """True if the state contains weights, which must not be rounded."""
     squares_in_state: ClassVar[tuple[str, ...] | None] = None
     """Fields of the state of `transform` that hold averages of squares, for `state_dtype: float8`; None if the state
     cannot be stored in 8 bits."""
@@ -47,27 +48,30 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
     weight_decay_modules: str | tuple[str, ...] | None = None
     """Parameters that decay: a regular expression that matches a dotted name from its start, such as
     `.*attn.*weight|.*mlp.*weight`, or a list of parts of names. Patterns may use `attn`, `token_embeddings`,
-    `position_embeddings` and `lm_head` for `attention`, `embed.tokens`, `embed.positions` and `head`, and `.weight`
-    after a name that does not end in it; also the classes `Linear`, `Embedding`, `LayerNorm` and `RMSNorm`, and
-    Levanter's names of modules, such as `c_attn` or `q_proj`. `lmt config show --decays` lists the matched parameters.
-    A pattern that matches no parameter is an error."""
+    `position_embeddings` and `lm_head` for `attention`, `embed.tokens`, `embed.positions` and `head`, and may append
+    `.weight` to a name that does not end in it. They may also use the classes `Linear`, `Embedding`, `LayerNorm` and
+    `RMSNorm`, and Levanter's names of modules, such as `c_attn` or `q_proj`. `lmt config show --decays` lists the
+    matched parameters. A pattern that matches no parameter is an error."""
     default_weight_decay_mask: bool | None = None
-    """Decay matrices and heads, but not biases, norms and embedding tables. null: if weight_decay_modules is not set;
-    true: in addition to weight_decay_modules; false: never, so without weight_decay_modules everything decays."""
+    """Decay matrices and heads, but not biases, norms and embedding tables. null: only if weight_decay_modules is not
+    set; true: in addition to weight_decay_modules; false: never, so that all parameters decay if weight_decay_modules
+    is not set."""
     max_grad_norm: PositiveFloat | None = 1.0
-    """Maximum global norm of the gradient, which is scaled down to it; null: no clipping."""
+    """Maximum global norm of the gradient; a gradient with a larger norm is scaled down to it. null: no clipping."""
     clip_update_norm: ClipUpdateNormConfig | None = None
-    """Clip the norm of the update by the history of norms; a milder form of skip_bad_steps. null: no clipping."""
+    """Clip the norm of the update, based on the norms of previous updates; milder than skip_bad_steps. null: no
+    clipping."""
     skip_bad_steps: StrictBool | Annotated[int, Field(strict=True, ge=2)] | SkipStepConfig = False
-    """Skip steps whose loss or gradient norm is much larger than in previous steps, or not finite. true: with the
-    defaults; a number: with a history of as many steps. The run still stops at a non-finite loss or gradient if
+    """Skip steps whose loss or gradient norm is not finite or is much larger than in previous steps. true: with the
+    default settings; a number: with a history of this many steps. A non-finite loss or gradient still stops the run if
     trainer.crash_on_nan and trainer.crash_on_inf are set."""
     state_dtype: Literal["float32", "bfloat16", "float8"] = "float32"
-    """The dtype of the optimizer's arrays in the size of the parameters. bfloat16 halves their memory; stochastic
-    rounding preserves small changes, and computation is in float32. Smaller arrays stay float32; with trainer.mp
-    `p=bfloat16` all are bfloat16 anyway. float8 quarters the memory, if the optimizer supports it: 8 bits per number,
-    and one more byte for every 32 numbers (MXFP8 of the OCP Microscaling specification 1.0; squares without a sign),
-    with stochastic rounding. Weights with less than 4096 numbers, biases and scales of norms stay float32."""
+    """Dtype of the optimizer's arrays that have the size of the parameters. bfloat16 halves their memory; stochastic
+    rounding preserves small changes, and computation is in float32. Smaller arrays stay float32. With trainer.mp
+    `p=bfloat16`, all arrays are bfloat16 anyway. float8, for optimizers that support it, quarters the memory: it stores
+    8 bits per number and one more byte for every 32 numbers (MXFP8 of the OCP Microscaling specification 1.0; squares
+    without a sign), with stochastic rounding. Weights with fewer than 4096 numbers, biases and scales of norms stay
+    float32."""
 
     @model_validator(mode="after")
     def _weights_keep_their_digits(self) -> Self:
@@ -87,7 +91,7 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
     @field_validator("weight_decay_modules")
     @classmethod
     def _compiles(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        # An empty pattern is part of every name, and so would silently decay all parameters.
+        # An empty pattern is part of every name and would silently make all parameters decay.
         if value is not None and (not value or "" in tuple(value)):
             raise ValueError("names nothing; write a regular expression, a list of parts of names, or null")
         if isinstance(value, str):
@@ -108,10 +112,10 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
         return self.skip_bad_steps is not False
 
     def build(self, params: Params) -> optax.GradientTransformationExtraArgs:
-        """Combines clipping, `rule`, rounding and skipping; see `Optimizer.build`.
+        """Combines clipping, `rule`, rounding and skipping. See `Optimizer.build`.
 
         Raises:
-            UserError: `weight_decay_modules` matches no parameter, or `params` is a number of steps.
+            UserError: if `weight_decay_modules` matches no parameter, or `params` is a number of steps.
         """
         import optax
 
@@ -124,7 +128,7 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
                 "lr_scheduler(num_train_steps) is the learning rate, which `update` gets as an argument"
             )
         rule = optax.chain(self.clip_rule(), self.rule(params))
-        # Skipping is outermost: a skipped step must not change any state, including the state of rounding.
+        # Skipping is outermost, because a skipped step must not change any state, including the state of rounding.
         if self.state_dtype == "bfloat16":
             rule = keep_in_bfloat16(rule)
         elif self.state_dtype == "float8":
@@ -134,25 +138,25 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
         return skip_bad_steps(rule, SkipStepConfig.parse(self.skip_bad_steps))
 
     def build_one(self, name: str, params: Params) -> optax.GradientTransformationExtraArgs | None:
-        """Returns `build` for one layer of one parameter; None with `clip_update_norm`, a norm over all parameters."""
+        """Returns the rule of `build` for one layer of one parameter; None with `clip_update_norm`, a global norm."""
         if self.clip_update_norm is not None:
             return None
         param, decays = params[name], self.decay_mask(params)[name]
         if param.axes[:1] == ("layers",):
             param = dataclasses.replace(param, shape=param.shape[1:], axes=param.axes[1:])
-        # Patterns may match other parameters, which are missing here.
+        # Patterns may match other parameters that are missing here.
         no_mask = {"weight_decay_modules": None, "default_weight_decay_mask": False}
         strength = self.weight_decay if decays else 0.0
         return self.model_copy(update={**no_mask, "weight_decay": strength}).build({name: param})
 
     def clip_rule(self) -> optax.GradientTransformation:
-        """Returns the first transformation of the gradient: clipping by its global norm."""
+        """Returns the first transformation of the gradient, which clips it by its global norm."""
         from lm_trainer.optim.clip import clip_by_given_norm
 
         return clip_by_given_norm(self.max_grad_norm)
 
     def rule(self, params: Params) -> optax.GradientTransformationExtraArgs:
-        """Returns the rule from clipped gradients to updates: transform, weight decay, clipping, learning rate."""
+        """Returns the rule from clipped gradients to updates: transform, weight decay, clipping and learning rate."""
         import optax
 
         from lm_trainer.optim.clip import clip_update_norm
@@ -162,9 +166,10 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
 
     @abstractmethod
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """Returns the update transform, as optax's `scale_by_*`.
+        """Returns the transformation that computes updates, like `scale_by_*` in optax.
 
-        It maps the clipped gradient to the update, before weight decay and the factor of minus the learning rate.
+        It maps the clipped gradient to the update before weight decay and before multiplication by the negative
+        learning rate.
         """
 
     def decay_rule(self, params: Params) -> optax.GradientTransformation:
@@ -172,10 +177,10 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
         return decay_weights(self.weight_decay, self.decay_mask(params))
 
     def decay_mask(self, params: Params) -> dict[str, bool]:
-        """For each parameter, whether it decays.
+        """Maps the name of each parameter to true if the parameter decays.
 
         Raises:
-            UserError: `weight_decay_modules` matches no parameter.
+            UserError: if `weight_decay_modules` matches no parameter.
         """
         named = match_names(self.weight_decay_modules, params) if self.weight_decay_modules else frozenset()
         default = self.default_weight_decay_mask
@@ -185,7 +190,7 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
         return {name: name in named or (use_default and decays_by_default(param)) for name, param in params.items()}
 
     def metrics(self, opt_state: optax.OptState) -> dict[str, jax.Array]:
-        """Reads the scalars for the log from the state returned by `update`; call it under `jit`."""
+        """Reads scalars to log from the state returned by `update`. Must be called under `jit`."""
         import optax
 
         fields = {name: optax.tree_utils.tree_get(opt_state, name) for name in ("skipped_steps", "update_norm")}
@@ -193,7 +198,7 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
 
 
 def _types_with_8_bit_state(kind: type[OptimizerConfig]) -> Iterator[str]:
-    """The types of the optimizers below `kind` that support `state_dtype: float8`."""
+    """Yields the types of `kind` and its subclasses that support `state_dtype: float8`."""
     for subclass in kind.__subclasses__():
         if subclass.squares_in_state is not None and "type" in subclass.model_fields:
             yield subclass.model_fields["type"].default
@@ -201,7 +206,7 @@ def _types_with_8_bit_state(kind: type[OptimizerConfig]) -> Iterator[str]:
 
 
 def scale_by_given_learning_rate() -> optax.GradientTransformationExtraArgs:
-    """Multiplies the updates by minus the argument `learning_rate`."""
+    """Multiplies the updates by the negative of the argument `learning_rate`."""
     import jax
     import optax
 

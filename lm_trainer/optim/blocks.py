@@ -1,9 +1,10 @@
-"""Split of a parameter into blocks, each with a separate preconditioner.
+"""Splits parameters into blocks that have separate preconditioners.
 
-Shape letters: K blocks of one parameter (and of all its layers), I inputs of a block, O its outputs.
+Shape letters: K blocks of one parameter (over all its layers), I inputs of a block, O outputs of a block.
 
-Example: attention queries of 12 layers, 8 heads of size 64 and hidden dimension 512, in blocks of at most 256, are
-(12, 512, 8, 64) as a parameter, (12, 512, 512) as matrices, and K, I, O = 12 * 2 * 2, 256, 256 as blocks.
+For example, the attention queries of 12 layers with 8 heads of size 64 and hidden dimension 512, in blocks of at most
+256, have shape (12, 512, 8, 64) as a parameter, (12, 512, 512) as matrices, and K, I, O = 12 * 2 * 2, 256, 256 as
+blocks.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The split of one parameter. Each layer's matrix is split separately; a vector is a matrix with one output."""
+    """Blocks of one parameter. Each layer's matrix is split separately; a vector is a matrix with one output."""
 
     shape: tuple[int, ...]
     """Shape of the parameter."""
     stacked: int
-    """Number of its matrices, such as layers."""
+    """Number of stacked matrices, for example layers."""
     inputs: tuple[int, int]
-    """(number of blocks along the inputs, their size); the product is the number of inputs."""
+    """(number of blocks along the inputs, size of a block); their product is the number of inputs."""
     outputs: tuple[int, int]
     """The same for the outputs."""
 
@@ -40,33 +41,33 @@ class Blocks:
 
     @property
     def count(self) -> int:
-        """K."""
+        """K, the number of blocks."""
         return self.stacked * self.inputs[0] * self.outputs[0]
 
     def split(self, x: jax.Array) -> jax.Array:
-        """Splits an array of the parameter's shape to [K, I, O]."""
+        """Splits an array that has the parameter's shape into [K, I, O]."""
         (a, i), (b, o) = self.inputs, self.outputs
-        # The two counts must be adjacent first: a plain reshape would mix rows of neighbouring blocks.
+        # The two counts must first be adjacent, because a plain reshape would mix rows of neighbouring blocks.
         return x.reshape(self.stacked, a, i, b, o).transpose(0, 1, 3, 2, 4).reshape(-1, i, o)
 
     def join(self, x_KIO: jax.Array) -> jax.Array:
-        """The inverse of `split`."""
+        """Joins blocks to an array of the parameter's shape; the inverse of `split`."""
         (a, i), (b, o) = self.inputs, self.outputs
         return x_KIO.reshape(self.stacked, a, b, i, o).transpose(0, 1, 3, 2, 4).reshape(self.shape)
 
 
 def matrix_sizes(param: Param) -> tuple[int, int, int]:
-    """(number of stacked matrices, inputs, outputs), as `Param.matrix_shape`; a vector has one output."""
+    """Returns (number of stacked matrices, inputs, outputs), as `Param.matrix_shape` does; a vector has one output."""
     if param.role != "vector":
         return param.matrix_shape
     return math.prod(param.shape[: param.lead]), math.prod(param.shape[param.lead :]), 1
 
 
 def fit_blocks(size: int, max_size: int | None) -> tuple[int, int]:
-    """(number of blocks, their size) for one dimension: its largest divisor up to `max_size`; None: one block.
+    """Returns (number of blocks, block size) for one dimension: the largest divisor up to `max_size`; None: one block.
 
-    A dimension without a divisor between `max_size` / 4 and `max_size` is not split: tiny blocks would be useless as
-    preconditioners.
+    A dimension without a divisor between `max_size` / 4 and `max_size` is not split, because tiny blocks would be
+    useless as preconditioners.
     """
     if max_size is None or size <= max_size:
         return 1, size

@@ -1,4 +1,4 @@
-"""Cautious AdamW: masks the elements of Adam's update that differ in sign from the current gradient."""
+"""Cautious AdamW: masks the elements of Adam's update whose sign differs from the gradient's."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     import optax
 
 _LEAST_SHARE = 1e-3
-"""Minimum fraction of elements that agree: below it, they are scaled up by its inverse."""
+"""Minimum fraction of agreeing elements by which the update is divided."""
 
 
 class CautiousConfig(OptimizerConfig):
     """Cautious AdamW (Liang et al. 2024, arXiv 2411.16085, algorithm 1).
 
-    The update is divided by the fraction of elements that agree, as in the authors' later code; the algorithm in the
-    paper adds 1 to their count.
+    The update is divided by the fraction of elements that agree, as in the authors' later code. The algorithm in the
+    paper adds 1 to the number of agreeing elements.
     """
 
-    # The fraction is computed from an integer count, which is exact in any order.
+    # The fraction is computed from an integer count, which is exact in any order of summation.
     elementwise_transform: ClassVar[bool] = True
     squares_in_state: ClassVar[tuple[str, ...] | None] = ("nu",)
 
@@ -38,21 +38,21 @@ class CautiousConfig(OptimizerConfig):
     """Added to the root of the second moment."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """Returns Adam's update where it agrees with the gradient, divided by the fraction of agreeing elements."""
+        """Returns Adam's update where it has the gradient's sign, divided by the fraction of such elements."""
         import optax
 
         return _mask_disagreeing_updates(optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon), params)
 
 
 def _mask_disagreeing_updates(inner: optax.GradientTransformation, weights: Params) -> optax.GradientTransformation:
-    """Masks the updates of `inner`; each weight, and each layer of a stack, is scaled by its own fraction."""
+    """Masks the updates of `inner`. Each weight, and each layer of a stack, is scaled by a separate fraction."""
     import jax.numpy as jnp
     import optax
 
     def mask_update(name: str, u: jax.Array, g: jax.Array) -> jax.Array:
         axes = tuple(range(weights[name].lead, u.ndim))
         agree = u * g > 0
-        # Integers: the bits of a float sum over a shard would depend on the mesh.
+        # Counted with integers, because the bits of a floating-point sum over a shard would depend on the mesh.
         count = jnp.sum(agree, axis=axes, keepdims=True, dtype=jnp.int32)
         share = count.astype(jnp.float32) / (u.size // count.size)
         return jnp.where(agree, u / jnp.maximum(share, _LEAST_SHARE).astype(u.dtype), jnp.zeros_like(u))

@@ -1,4 +1,4 @@
-"""The phases of a learning-rate schedule: cycles, each with a warm-up, a stable phase and a decay."""
+"""Phases of a learning-rate schedule: cycles, each with a warm-up, a stable phase and a decay."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import NamedTuple
 from lm_trainer.core.config import resolve_steps
 
 _EVEN = 0.01
-"""A cycle length that leaves less than this fraction of a cycle over is taken for 1 / n: 0.333 means thirds."""
+"""Maximum distance of 1 / cycle_length from an integer n at which the length is treated as 1 / n: 0.333 means
+thirds."""
 
 
 class Cycle(NamedTuple):
-    """One cycle, in steps; its learning rate is lowest at `end`, where the next cycle begins."""
+    """One cycle, in steps. Its learning rate is lowest at `end`, where the next cycle begins."""
 
     start: int
     warmup: int
@@ -30,31 +31,32 @@ class Cycle(NamedTuple):
 
 
 class PhaseLengths(NamedTuple):
-    """Lengths of phases as in a configuration: fractions of their cycle (floats up to 1.0) or numbers of steps."""
+    """Lengths of the phases as configured: fractions of their cycle (floats up to 1.0) or numbers of steps."""
 
     warmup: float = 0
     """Warm-up of the first cycle."""
     rewarmup: float = 0
     """Warm-up of the other cycles."""
     decay: float | Sequence[int] | None = None
-    """None: everything after the warm-up; a list: the length for each cycle, in steps."""
+    """Decay at the end of each cycle. None: all steps after the warm-up; a list: a number of steps for each cycle."""
 
 
 def cycle_ends(
     total: int, *, cycles: int | Sequence[int] | None = None, cycle_length: float | Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """The steps at which the cycles of a run of `total` steps end; the last one is `total`.
+    """Returns the steps at which the cycles of a run of `total` steps end; the last of them is `total`.
 
-    Steps that are left over at the end form a last cycle.
+    Steps that are left over at the end form a shorter last cycle.
 
     Args:
-        total: steps of the run.
-        cycles: number of cycles, equally long to a step, or the steps at which they end, where the last may be omitted.
-        cycle_length: length of the cycles, as a fraction of the run (a float up to 1.0) or in steps, or a list of
-            lengths in steps.
+        total: number of steps of the run.
+        cycles: number of cycles, whose lengths differ by at most one step, or the steps at which they end (the last may
+            be omitted).
+        cycle_length: length of the cycles, as a fraction of the run (a float up to 1.0) or a number of steps, or a list
+            of numbers of steps.
 
     Raises:
-        ValueError: both are given, or cycles do not fit into the run or have less than two steps.
+        ValueError: if both are given, the cycles do not fit into the run, or a cycle has fewer than two steps.
     """
     if cycles is not None and cycle_length is not None:
         raise ValueError("set cycles (how many, or where they end) or cycle_length (how long they are), not both")
@@ -92,7 +94,7 @@ def _ends_from_length(total: int, length: float) -> list[int]:
 
 
 def _check_lengths(ends: Sequence[int], key: str) -> None:
-    """Rejects cycles of a single step, which would stay at the peak; the only cycle of a run may have any length."""
+    """Rejects cycles of a single step, which would stay at the peak. The only cycle of a run may have any length."""
     for number, (start, end) in enumerate(itertools.pairwise((0, *ends)), 1):
         if len(ends) > 1 and end - start < 2:
             raise ValueError(
@@ -105,7 +107,8 @@ def plan_cycles(ends: Sequence[int], lengths: PhaseLengths) -> tuple[Cycle, ...]
     """Splits each cycle into its phases.
 
     Raises:
-        ValueError: the phases do not fit into their cycle, or the number of listed decays differs from the cycles.
+        ValueError: if the phases do not fit into their cycle, or the number of listed decays differs from the number of
+            cycles.
     """
     if isinstance(lengths.decay, Sequence) and len(lengths.decay) != len(ends):
         raise ValueError(

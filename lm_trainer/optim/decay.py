@@ -22,21 +22,21 @@ ALIASES: Mapping[str, str] = {
     "embed.positions": "position_embeddings",
     "head": "lm_head",
 }
-"""Parts of parameter names -> their names in configurations of other frameworks; patterns may use either."""
+"""Maps parts of parameter names to their names in configurations of other frameworks; patterns may use either."""
 
 _KINDS = ("weight", "bias", "scale")
 
 
 def decays_by_default(param: Param) -> bool:
-    """True for matrices and heads; false for biases, norms, embedding and position tables."""
+    """Returns true for matrices and heads; false for biases, norms, and embedding and position tables."""
     return param.role in ("matrix", "head")
 
 
 def matchable_names(name: str) -> tuple[str, ...]:
-    """The names under which patterns find a parameter.
+    """Returns the names by which patterns can match a parameter.
 
-    These are its own name, and the name with every part replaced by its alias and with `.weight` added if the name does
-    not end in a kind (such as the name of a table).
+    They are its own name, and the name with every part replaced by its alias and with `.weight` appended if the name
+    does not end in a kind of parameter (as the name of a table does not).
     """
     alias = name
     for part, alias_part in ALIASES.items():
@@ -47,12 +47,12 @@ def matchable_names(name: str) -> tuple[str, ...]:
 
 
 def match_names(patterns: str | Iterable[str], params: Params) -> frozenset[str]:
-    """The parameters whose name matches a regular expression from its start, or contains one of several parts.
+    """Returns the parameters whose name matches a regular expression from its start, or contains one of several parts.
 
-    Names are `matchable_names` and, for modules that the pattern names, `levanter_names`.
+    Names are the `matchable_names` and, for modules named in the pattern, the `levanter_names`.
 
     Raises:
-        UserError: a pattern matches no parameter.
+        UserError: if a pattern matches no parameter.
     """
     if isinstance(patterns, str):
         return _match_pattern(patterns, re.compile(patterns).match, params)
@@ -79,7 +79,7 @@ def _match_pattern(pattern: str, matches: Callable[[str], object], params: Param
 def decay_weights(
     strength: float, mask: Mapping[str, bool], *, peak: float | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Adds `strength` times the parameter to the updates of parameters with a true `mask`, before the learning rate.
+    """Adds `strength` times the parameter to the updates of parameters whose `mask` is true, before the learning rate.
 
     With `peak`, the strength is multiplied by the argument `learning_rate` over `peak` (Defazio 2025, arXiv 2506.02285,
     algorithm 1).

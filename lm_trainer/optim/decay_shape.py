@@ -1,4 +1,4 @@
-"""Blocks for `lr_schedule`: a shape of the decay with its constants."""
+"""Configuration blocks for `lr_schedule`: the shape of the decay and its constants."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lm_trainer.optim.schedule import POWER_EXPONENT, POWER_SCALE, Constants, Sc
 
 
 class PlainShape(Config):
-    """A shape without constants."""
+    """A shape that has no constants."""
 
     type: Literal["constant", "linear", "inv"]
 
@@ -22,11 +22,11 @@ class PlainShape(Config):
 
 
 class CosineShape(Config):
-    """A cosine raised to a power."""
+    """A cosine that is raised to a power."""
 
     type: Literal["cosine"] = "cosine"
     exponent: PositiveFloat = 1.0
-    """The power; above 1 the learning rate falls earlier."""
+    """The power to which the cosine is raised; above 1, the learning rate falls earlier."""
 
     @property
     def constants(self) -> Constants:
@@ -34,11 +34,11 @@ class CosineShape(Config):
 
 
 class InvSqrtShape(Config):
-    """Inverse square root of the steps of warm-up and decay over a timescale."""
+    """Inverse square root of the number of steps of warm-up and decay, divided by a timescale."""
 
     type: Literal["inv_sqrt"] = "inv_sqrt"
     timescale: PositiveFloat = 10_000.0
-    """Number of steps of warm-up and decay up to which the learning rate is the peak."""
+    """Number of steps of warm-up and decay up to which the learning rate stays at the peak."""
 
     @property
     def constants(self) -> Constants:
@@ -49,15 +49,15 @@ _FROM_RUN = IgnoredKey("the run itself says how many tokens each step has")
 
 
 class PowerShape(Config):
-    """Power law of the tokens since the start of the cycle."""
+    """Power law of the number of tokens since the start of the cycle."""
 
     ignored_keys: ClassVar[Mapping[str, IgnoredKey]] = {"batch_size": _FROM_RUN, "seq_length": _FROM_RUN}
 
     type: Literal["power"] = "power"
     a: PositiveFloat = POWER_SCALE
-    """Learning rate at one token, for each row of the batch."""
+    """Learning rate at one token, per row of the batch."""
     b: float = Field(default=POWER_EXPONENT, lt=0)
-    """The exponent."""
+    """The exponent of the number of tokens."""
 
     @property
     def constants(self) -> Constants:
@@ -77,7 +77,7 @@ _ELSEWHERE = {
     "cosine_with_min_lr": "lr_schedule: cosine with min_lr_ratio",
     "inverse_sqrt": "lr_schedule: inv_sqrt",
 }
-"""Names of schedules in other programs -> the equivalent configuration here."""
+"""Maps the names of schedules in other frameworks to the equivalent configuration here."""
 
 
 def _refuse_names_of_others(value: object) -> object:
@@ -90,4 +90,4 @@ def _refuse_names_of_others(value: object) -> object:
 
 AnyShape = Annotated[CosineShape | InvSqrtShape | PowerShape | PlainShape, Field(discriminator="type")]
 DecayShape = Annotated[ScheduleName | AnyShape, BeforeValidator(_refuse_names_of_others)]
-"""The name of a shape, or a block with its constants."""
+"""The name of a shape, or a block with a shape and its constants."""

@@ -1,4 +1,4 @@
-"""Optax transformations as optimizers of a run that is built in Python."""
+"""Optax transformations as optimizers for runs that are built in Python."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class OptaxOptimizer(Optimizer):
-    """An optax transformation with its own learning rate, clipping and weight decay."""
+    """Applies an optax transformation, which includes its own learning rate, clipping and weight decay."""
 
     type: Literal["optax"] = "optax"
     name: Annotated[str, Field(min_length=1)]
     """Name of the transformation in the record of the run."""
     elementwise_transform: bool = False
-    """As in `from_optax`."""
+    """See `from_optax`."""
     transformation: Annotated[Any, Field(exclude=True, repr=False)]
     """An `optax.GradientTransformation`; it is not recorded, because it consists of functions."""
 
@@ -33,13 +33,13 @@ class OptaxOptimizer(Optimizer):
         return self.elementwise_transform
 
     def schedule(self, num_train_steps: int, tokens: TokenSchedule | None = None) -> None:
-        """Returns None: the transformation has its own learning rate."""
+        """Returns None, because the transformation has its own learning rate."""
         del num_train_steps, tokens
 
     def build(self, params: Params) -> optax.GradientTransformationExtraArgs:
-        """Returns the transformation; its `update` passes on the loss as `value`, optax's name for it.
+        """Returns the transformation. Its `update` passes on the loss as `value`, the name that optax uses for it.
 
-        Typed random keys are stored in the state as their data, because a checkpoint holds numbers.
+        Typed random keys in the state are stored as their key data, because a checkpoint contains numbers.
         """
         import jax
         import optax
@@ -68,7 +68,7 @@ class OptaxOptimizer(Optimizer):
         return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
     def metrics(self, opt_state: optax.OptState) -> dict[str, jax.Array]:
-        """Reads the learning rate that `optax.inject_hyperparams` stores in the state, if exactly one exists."""
+        """Reads the learning rate that `optax.inject_hyperparams` stores in the state, if there is exactly one."""
         import jax.numpy as jnp
         import optax
 
@@ -85,22 +85,25 @@ def _is_key(x: PyTree) -> bool:
 
 
 def from_optax(name: str, transformation: optax.GradientTransformation, *, elementwise: bool = False) -> OptaxOptimizer:
-    """Makes an optimizer for `Trainer` that only applies an optax transformation, such as `optax.adamw(1e-3)`.
+    """Makes an optimizer for `Trainer` that applies an optax transformation, such as `optax.adamw(1e-3)`, and nothing
+    else.
 
-    The transformation gets parameters, and mean gradients in their dtype, as flat dicts of arrays by dotted name. No
-    clipping, weight decay or learning rate is added. If it takes the argument `value`, it gets the loss.
+    The transformation gets the parameters, and the mean gradients in their dtype, as flat dicts of arrays by dotted
+    name. No clipping, weight decay or learning rate is added. A transformation that takes the argument `value` gets the
+    loss.
 
     Args:
-        name: name of the transformation in the record of the run. A resume with another name, or with a state of
-            another structure, is refused; hyperparameters are not compared, since a transformation does not expose
+        name: name of the transformation in the record of the run. Resuming with another name, or with a state of
+            another structure, is rejected. Hyperparameters are not compared, because a transformation does not expose
             them.
         transformation: maps gradients to updates, which are added to the parameters.
-        elementwise: True only if each element of the update depends only on its own gradient, its own state and
-            scalars, so without clipping by a norm: then each device updates its own shard of the state. Otherwise every
-            device computes the full update, which has the same bits on any number of devices for every transformation.
+        elementwise: set to True only if each element of the update depends only on its own gradient, its own state and
+            scalars, so there is no clipping by a norm. Each device then updates its own shard of the state. Otherwise
+            every device computes the full update, which has the same bits on any number of devices for every
+            transformation.
 
     Raises:
-        UserError: the transformation is not an optax transformation, or the name is empty.
+        UserError: if the transformation is not an optax transformation, or the name is empty.
     """
     import optax
 

@@ -1,4 +1,4 @@
-"""Ring buffer of the last values of a quantity, and a limit for the next value; part of an optimizer's state."""
+"""Ring buffer of the most recent values of a quantity, with a limit for the next value. Part of optimizer states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from lm_trainer.parallel.tree_sum import tree_sum
 
 _LEAST_DEVIATION = 1e-6
-"""Minimum deviation: the deviation of equal values is 0, so that a change of the last digit would be rejected."""
+"""Minimum deviation. Equal values have a deviation of 0, so a change of the last digit would otherwise be rejected."""
 
 
 class History(NamedTuple):
@@ -19,7 +19,7 @@ class History(NamedTuple):
     ring: jax.Array
     """float32 [window]; unused slots are 0."""
     count: jax.Array
-    """int32 [], total number of values pushed."""
+    """int32 []; total number of values pushed so far."""
 
     @classmethod
     def empty(cls, window: int) -> History:
@@ -35,16 +35,16 @@ class History(NamedTuple):
         )
 
     def limit(self, sigma_factor: float) -> jax.Array:
-        """The mean plus `sigma_factor` times the standard deviation of the stored values, float32 [].
+        """Returns the mean plus `sigma_factor` times the standard deviation of the stored values, float32 [].
 
-        This is the standard deviation of the population, at least 1e-6. The limit is infinite while fewer than half of
-        the slots, or fewer than two, are in use.
+        The deviation is the population standard deviation, at least 1e-6. The limit is infinite while fewer than half
+        of the slots, or fewer than two, are in use.
         """
         window = self.ring.size
         used = jnp.minimum(self.count, window)
         amount = jnp.maximum(used, 1).astype(jnp.float32)
         held = jnp.arange(window) < used
-        # Unused slots are 0, and so do not change the sum; they must be masked in the deviations.
+        # Unused slots are 0 and do not change the sum, but they must be masked in the deviations.
         mean = tree_sum(self.ring) / amount
         deviations = jnp.where(held, self.ring - mean, 0.0)
         deviation = jnp.sqrt(tree_sum(jnp.square(deviations)) / amount)

@@ -1,4 +1,4 @@
-"""PSGD Kron: a preconditioner with one factor for the inputs of a matrix and one for its outputs."""
+"""PSGD Kron: a preconditioner with a factor for the inputs of each matrix and a factor for its outputs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _WHOLE_WEIGHTS = "heads and their size count as one dimension, layers and expert
 
 
 class KronConfig(OptimizerConfig):
-    """PSGD Kron (Li 2015, arXiv 1512.04202; Li 2024, arXiv 2402.11858), with momentum before the preconditioner.
+    """PSGD Kron (Li 2015, arXiv 1512.04202; Li 2024, arXiv 2402.11858), with momentum applied before the
+    preconditioner.
 
-    The factors are updated at every step for `update_prob_flat_start` steps, then more and more rarely.
+    The factors are updated at every step for `update_prob_flat_start` steps, and less and less often after that.
     """
 
     refused_keys: ClassVar[Mapping[str, str]] = {
@@ -39,23 +40,25 @@ class KronConfig(OptimizerConfig):
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the average of gradients."""
     normalize_grads: bool = False
-    """Divide the gradient of each weight by its norm first."""
+    """First divide the gradient of each weight by its norm."""
     preconditioner_update_probability: float = Field(default=0.05, gt=0, le=1)
-    """Minimum frequency of factor updates: 0.05 is every 20 steps."""
+    """Minimum frequency of factor updates: 0.05 means every 20 steps."""
     update_prob_flat_start: NonNegativeInt = 500
-    """Number of initial steps that all update the factors; then the frequency falls by a factor of e in 1000 steps."""
+    """Number of initial steps that all update the factors. After them, the frequency falls by a factor of e every 1000
+    steps."""
     max_size_triangular: PositiveInt = 25000
-    """A larger dimension has a diagonal factor."""
+    """A dimension larger than this has a diagonal factor."""
     memory_save_mode: Literal["one_diag", "all_diag"] | None = None
-    """`one_diag`: the larger dimension of every matrix has a diagonal factor; `all_diag`: both have; null: none."""
+    """`one_diag`: the larger dimension of each matrix has a diagonal factor; `all_diag`: both dimensions do; null:
+    neither."""
     preconditioner_lr: PositiveFloat = 0.1
     """Learning rate of the factors."""
     preconditioner_init_scale: PositiveFloat = 1.0
-    """The preconditioner starts as the identity times the square of this."""
+    """The preconditioner starts as the identity times the square of this number."""
     partition_grads_into_blocks: bool = True
-    """Split dimensions with triangular factors into blocks with separate factors."""
+    """Split dimensions that have triangular factors into blocks with separate factors."""
     block_size: PositiveInt = 256
-    """Maximum block size; blocks have the largest size up to it that divides the dimension."""
+    """Maximum block size; the size of a block is the largest divisor of the dimension up to this."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, multiplied by the learning rate."""
 

@@ -1,4 +1,4 @@
-"""Configuration keys of an optimizer for the learning rate over time."""
+"""Configuration keys of an optimizer that determine the learning rate over time."""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Self
@@ -25,33 +25,34 @@ class LearningRateConfig(Config):
     warmup: FractionOrSteps = 0.01
     """Linear warm-up from 0 in the first cycle: a fraction of the cycle (a float up to 1.0) or a number of steps."""
     rewarmup: FractionOrSteps = 0.0
-    """Linear warm-up of the other cycles from the final learning rate of the previous cycle, like `warmup`; 0: the
-    learning rate jumps back to the peak. No effect on a single cycle."""
+    """Linear warm-up of the later cycles from the final learning rate of the previous cycle, in the same units as
+    `warmup`; 0: the learning rate jumps back to the peak. Has no effect on a single cycle."""
     decay: FractionOrSteps | Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
-    """Length of the decay at the end of each cycle, as a fraction of the cycle or in steps, or a list of steps, one for
-    each cycle; null: everything after the warm-up. The steps between warm-up and decay are at the peak."""
+    """Length of the decay at the end of each cycle, as a fraction of the cycle or a number of steps, or a list with a
+    number of steps for each cycle; null: all steps after the warm-up. The learning rate is at the peak between warm-up
+    and decay."""
     cycles: PositiveInt | Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
-    """Number of repetitions of warm-up, peak and decay, or the steps at which each ends and the learning rate is
-    lowest; the end of the run may be omitted."""
+    """Number of cycles of warm-up, peak and decay, or a list of the steps at which they end, where the learning rate is
+    lowest. The end of the run may be omitted from the list."""
     cycle_length: PositiveInt | PositiveFloat | Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
-    """Instead of `cycles`, the length of each: a fraction of the run (a float up to 1.0), a number of steps, or a list
-    of numbers of steps. Steps left over at the end of the run form a last, shorter cycle."""
+    """Alternative to `cycles`: length of each cycle as a fraction of the run (a float up to 1.0) or a number of steps,
+    or a list of numbers of steps. Steps left over at the end of the run form a last, shorter cycle."""
     cycle_peaks: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None = None
-    """Peak of each cycle as a multiple of `learning_rate`; null: all 1."""
+    """Peak of each cycle as a multiple of `learning_rate`; null: 1 for all cycles."""
     lr_schedule: DecayShape = "cosine"
     """Shape of the decay: `constant`, `linear`, `cosine`, `inv_sqrt` (inverse square root), `inv` (inverse) or
     `power` (by the batch size and the number of tokens, with `learning_rate` as its limit); or a block with its
     constants, such as `{type: cosine, exponent: 2}`, `{type: inv_sqrt, timescale: 10000}`, `{type: power, a: 4}`."""
 
     def schedule(self, num_train_steps: int, tokens: TokenSchedule | None = None) -> Schedule:
-        """The learning rate as a function of the step, from 0.
+        """Returns the learning rate as a function of the step, counted from 0.
 
         Args:
             num_train_steps: number of steps of the run.
-            tokens: tokens of each step; only `power` needs them.
+            tokens: number of tokens of each step; only `power` needs it.
 
         Raises:
-            ValueError: cycles or phases do not fit into the run.
+            ValueError: if cycles or phases do not fit into the run.
         """
         ends = cycle_ends(num_train_steps, cycles=self.cycles, cycle_length=self.cycle_length)
         cycles = plan_cycles(ends, PhaseLengths(self.warmup, self.rewarmup, self.decay))
@@ -61,7 +62,7 @@ class LearningRateConfig(Config):
         return Schedule(name, cycles, self.learning_rate, self.min_lr_ratio, tokens, peaks, constants)
 
     def lr_scheduler(self, num_train_steps: int, override_lr: float | None = None) -> Schedule:
-        """`schedule` under Levanter's name, with another peak if `override_lr` is given."""
+        """Same as `schedule`, under the name that Levanter uses. `override_lr` replaces the peak."""
         config = self if override_lr is None else self.model_copy(update={"learning_rate": override_lr})
         return config.schedule(num_train_steps)
 

@@ -1,4 +1,4 @@
-"""Lion: the sign of an interpolation between momentum and gradient."""
+"""Lion: updates by the sign of an interpolation between momentum and gradient."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class LionConfig(OptimizerConfig):
 
     type: Literal["lion"] = "lion"
     learning_rate: PositiveFloat = 6e-4
-    """Peak learning rate. The paper uses 3 to 10 times less than for AdamW, such as 1e-4, and a weight decay larger by
-    the same factor."""
+    """Peak learning rate. The paper uses 3 to 10 times less than for AdamW, such as 1e-4, and a weight decay that is
+    larger by the same factor."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Weight of the momentum in the sum whose sign is taken."""
     beta2: float = Field(default=0.95, ge=0, lt=1)

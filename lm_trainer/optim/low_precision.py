@@ -1,4 +1,4 @@
-"""Optimizer state in half or a quarter of the memory."""
+"""Optimizer state in a half or a quarter of the memory."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from lm_trainer.core.jax_types import PyTree
 from lm_trainer.optim.params import Arrays, Param, Params
 
 _LEAST_SIZE = 4096
-"""Minimum size of a weight whose state is stored in 8 bits; the same limit as in bitsandbytes and torchao."""
+"""Minimum number of elements of a weight whose state is stored in 8 bits; same as in bitsandbytes and torchao."""
 _BLOCK = 32
-"""Numbers in a block, as in MXFP8."""
+"""Number of elements per block, as in MXFP8."""
 _SHARDS = 8
-"""Number of shards whose boundaries are block boundaries if the length allows: the default of
+"""Number of shards whose boundaries coincide with block boundaries if the length allows it: the default of
 `trainer.elastic_shards`."""
 
 
 class LowPrecisionState(NamedTuple):
-    """State of a rule in less memory."""
+    """State of a rule that is stored in less memory."""
 
     count: jax.Array
-    """int32 [], updates so far."""
+    """int32 []; number of updates so far."""
     inner: PyTree
-    """State of the rule; arrays in the shape of parameters are in bfloat16 or `BlockFloats`."""
+    """State of the wrapped rule; arrays in the shape of parameters are stored as bfloat16 or `BlockFloats`."""
 
 
 def keep_in_bfloat16(rule: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """Wraps a rule: it computes in float32, but stores its arrays in the shape of parameters in bfloat16.
+    """Wraps a rule so that it computes in float32 but stores its arrays in the shape of parameters in bfloat16.
 
-    Stochastic rounding has the exact value as its mean (Gupta et al. 2015, arXiv 1502.02551, section 3.1). With
-    rounding to nearest, an average would never change if its changes are below half of bfloat16's last digit.
+    The mean of stochastic rounding is the exact value (Gupta et al. 2015, arXiv 1502.02551, section 3.1). With rounding
+    to nearest, an average would never change if its changes were below half of the last digit of bfloat16.
     """
 
     def init(params: Arrays) -> LowPrecisionState:
-        # The rule creates its state in the dtype of the parameters: for bfloat16 it creates bfloat16. Scalars and small
-        # arrays, which it creates in float32 or integers, are not affected.
+        # The rule creates its state in the dtype of the parameters it gets, so bfloat16 parameters lead to a bfloat16
+        # state. Scalars and small arrays are not affected, because the rule creates them as float32 or integers.
         low = jax.tree.map(lambda p: p.astype(jnp.bfloat16) if p.dtype == jnp.float32 else p, params)
         return LowPrecisionState(jnp.zeros((), jnp.int32), rule.init(low))
 
@@ -64,15 +64,15 @@ def keep_in_bfloat16(rule: optax.GradientTransformationExtraArgs) -> optax.Gradi
 def keep_in_float8(
     rule: optax.GradientTransformationExtraArgs, params: Params, squares: Collection[str]
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps a rule: it computes in float32, but stores its arrays in the shape of a large weight in 8 bits.
+    """Wraps a rule so that it computes in float32 but stores its arrays in the shape of a large weight in 8 bits.
 
     Rounding is stochastic, as in `keep_in_bfloat16`.
 
     Args:
-        rule: a rule that keeps such arrays in dicts under the parameter's name, in a field of a named tuple.
-        params: all parameters that it updates.
-        squares: names of the fields that hold averages of squares. They have no sign and need the exponents of a
-            square; nonzero ones stay nonzero, because an update is divided by their root.
+        rule: a rule that stores such arrays in dicts by parameter name, in fields of a named tuple.
+        params: all parameters that the rule updates.
+        squares: names of the fields that contain averages of squares. They have no sign and need the exponents of a
+            square. Nonzero values stay nonzero, because the update is divided by their root.
     """
     blocks = {name: _state_blocks(param) for name, param in params.items()}
 
@@ -105,8 +105,9 @@ def keep_in_float8(
             done, inner = rule.update(updates, structure.unflatten(widened), weights, **extra_args)
             return done, structure.flatten_up_to(inner)
 
-        # Computed twice: rounding needs the largest number of each block, and keeping all results until then would hold
-        # everything in float32 at once. The barrier prevents compilers from merging the two computations.
+        # Computed twice: rounding needs the largest value of each block, and keeping all results until it is known
+        # would hold all of them in float32 at once. The barrier prevents the compiler from merging the two
+        # computations.
         _, first = run_rule([x for _, x in old])
         shared = [
             None if coding is None else block_exponents(x, *coding) for x, coding in zip(first, codings, strict=True)
@@ -131,11 +132,11 @@ def _is_coded(x: object) -> bool:
 
 
 def _state_blocks(param: Param) -> Blocks | None:
-    """The blocks of the state of a parameter; None for small parameters and for vectors.
+    """Returns the blocks of the state of a parameter; None for small parameters and vectors.
 
-    They are along the longest axis of a weight except the last, along which processors compute in parallel. An axis
-    that is divisible by 8 is sharded between blocks, so no device needs numbers of another one to find the largest
-    number of a block.
+    Blocks are along the longest axis of a weight except the last axis, along which processors compute in parallel. An
+    axis divisible by 8 is sharded between blocks, so no device needs values from another device to find the largest
+    value of a block.
     """
     lead, last = param.lead, len(param.shape) - 1
     if param.role == "vector" or math.prod(param.shape[lead:]) < _LEAST_SIZE:
@@ -148,22 +149,23 @@ def _state_blocks(param: Param) -> Blocks | None:
 
 
 def _rounding_key(count: jax.Array) -> jax.Array:
-    """The random key of an update, which depends only on its number (the index of an array is folded in).
+    """Returns the random key of an update, which depends only on its number; the index of an array is folded in later.
 
-    So a resumed run, and a run on another mesh, rounds in the same way.
+    A resumed run, or a run on another mesh, therefore rounds in the same way.
     """
     return jax.random.fold_in(jax.random.key(0), count)
 
 
 def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Rounds float32 to one of the two neighbouring bfloat16, the nearer one more often, so that the mean is exact.
+    """Rounds float32 to one of the two adjacent bfloat16 values, the nearer one with higher probability, so that the
+    mean is exact.
 
     Non-finite numbers are not changed.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    # A bfloat16 is the upper half of a float32. When 16 random bits are added to the lower half, a carry reaches the
-    # upper half with a probability of the lower half over 2^16.
+    # A bfloat16 number is the upper half of a float32 number. When 16 random bits are added to the lower half, the
+    # probability of a carry into the upper half is the lower half over 2^16.
     dither = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     rounded = jax.lax.bitcast_convert_type(((bits + dither) >> 16).astype(jnp.uint16), jnp.bfloat16)
-    # The carry could turn a NaN or an infinity into something else.
+    # A carry could turn a NaN or an infinity into another value.
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))

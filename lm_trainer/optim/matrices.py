@@ -1,6 +1,7 @@
-"""Parts of optimizers with one rule for the matrices of hidden layers and another for all other parameters.
+"""Building blocks of optimizers that use one rule for the matrices of hidden layers and another for all other
+parameters.
 
-Sizes of a matrix are (inputs, outputs), as in x @ W; `Param.matrix_shape` determines the axes.
+Matrix sizes are (inputs, outputs), as in x @ W; `Param.matrix_shape` determines the axes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from lm_trainer.optim.params import Arrays, Param, Params
 
 
 def is_matrix(param: Param) -> bool:
-    """True for a linear map of a hidden layer, and for a stack of them."""
+    """Returns true for a linear map of a hidden layer or a stack of such maps."""
     return param.role == "matrix"
 
 
@@ -31,17 +32,17 @@ def split_by_role(
 def orthogonalise_momentum(
     params: Params, *, momentum: float, nesterov: bool, steps: int, epsilon: float
 ) -> optax.GradientTransformation:
-    """Replaces the momentum U S V^T of each matrix by about U V^T, by Muon's Newton-Schulz iteration.
+    """Replaces the momentum U S V^T of each matrix by approximately U V^T, with Muon's Newton-Schulz iteration.
 
     See Jordan et al. 2024, kellerjordan.github.io/posts/muon.
 
-    `steps` times X <- a X + (b A + c A^2) X, with A = X X^T and (a, b, c) = (3.4445, -4.7750, 2.0315). X starts as the
-    momentum over its Frobenius norm plus `epsilon`. This applies p(s) = a s + b s^3 + c s^5 to each singular value,
-    which the norm has scaled to at most 1. The coefficients do not make it converge to 1: they maximise the slope at 0,
-    a, so that after five steps every singular value above 0.003 is between 0.68 and 1.21. That trains equally well,
-    with fewer steps.
+    Iterates X <- a X + (b A + c A^2) X `steps` times, with A = X X^T and (a, b, c) = (3.4445, -4.7750, 2.0315). X
+    starts as the momentum over the sum of its Frobenius norm and `epsilon`. Each iteration applies p(s) = a s + b s^3 +
+    c s^5 to each singular value, which the norm has scaled to at most 1. The coefficients do not make the iteration
+    converge to 1: they maximise the slope at 0, a, so that after five steps every singular value that started above
+    0.003 is between 0.68 and 1.21. That trains equally well and takes fewer steps.
 
-    A stack (12, 768, 3072) is 12 matrices; each is iterated as (768, 768) @ (768, 3072), the smaller side first.
+    A stack (12, 768, 3072) is 12 matrices; each is iterated as (768, 768) @ (768, 3072), with the smaller side first.
     """
     numbers = {name: _dimension_numbers(param) for name, param in params.items() if is_matrix(param)}
 
@@ -55,10 +56,10 @@ def orthogonalise_momentum(
 
 
 def _dimension_numbers(param: Param) -> MuonDimensionNumbers:
-    """The axes of the inputs and of the outputs of one matrix, for optax."""
+    """Returns the axes of the inputs and of the outputs of one matrix, in optax's format."""
     inputs, outputs = param.matrix_shape[1:]
     # The inputs are the first axes after the leading ones, as many as multiply to the number of inputs. Both products
-    # are compared, because an axis of size 1 may belong to either.
+    # are compared, because an axis of size 1 may belong to either side.
     axes, size, split = range(param.lead, len(param.shape)), 1, param.lead
     while size != inputs or math.prod(param.shape[split:]) != outputs:
         size, split = size * param.shape[split], split + 1
@@ -66,7 +67,7 @@ def _dimension_numbers(param: Param) -> MuonDimensionNumbers:
 
 
 def scale_each(factors: Mapping[str, float]) -> optax.GradientTransformation:
-    """Multiplies the update of each named parameter by a fixed number; the other updates are not changed."""
+    """Multiplies the update of each named parameter by a fixed number; other updates are not changed."""
 
     def update(updates: Arrays, state: optax.OptState, params: Arrays | None = None) -> tuple[Arrays, optax.OptState]:
         del params
@@ -76,18 +77,19 @@ def scale_each(factors: Mapping[str, float]) -> optax.GradientTransformation:
 
 
 def width_factors(params: Params) -> dict[str, float]:
-    """sqrt(max(1, outputs / inputs)) for each matrix.
+    """Returns sqrt(max(1, outputs / inputs)) for each matrix.
 
-    With it the update changes the outputs equally at every width (Bernstein and Newhouse 2024, arXiv 2410.21265).
+    With this factor, updates change the outputs equally at every width (Bernstein and Newhouse 2024, arXiv 2410.21265).
     """
     shapes = {name: param.matrix_shape for name, param in params.items() if is_matrix(param)}
     return {name: math.sqrt(max(1.0, outputs / inputs)) for name, (_, inputs, outputs) in shapes.items()}
 
 
 def rms_factors(params: Params, rms: float) -> dict[str, float]:
-    """`rms` * sqrt(max(inputs, outputs)) for each matrix, which gives an orthogonal update the root mean square `rms`.
+    """Returns, for each matrix, the factor that gives an orthogonal update the root mean square `rms`.
 
-    Its min(inputs, outputs) singular values of 1 are distributed over inputs * outputs numbers.
+    It is `rms` * sqrt(max(inputs, outputs)), because the min(inputs, outputs) singular values of 1 are distributed over
+    inputs * outputs elements.
     """
     shapes = {name: param.matrix_shape for name, param in params.items() if is_matrix(param)}
     return {name: rms * math.sqrt(max(inputs, outputs)) for name, (_, inputs, outputs) in shapes.items()}

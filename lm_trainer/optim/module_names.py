@@ -1,4 +1,4 @@
-"""Names of modules in Levanter's models, so that patterns from its configurations match parameters.
+"""Names of modules in Levanter's models, so that patterns from Levanter's configurations match parameters here.
 
 In Levanter a parameter has two names: its path from the root, as in `transformer.blocks.stacked.attn.c_attn.weight`,
 and the class of the module that holds it, as in `Linear.weight`.
@@ -24,24 +24,24 @@ PATHS: Mapping[str, tuple[str, ...]] = {
     "mlp_post_norm": ("post_feedforward_layernorm",),
     "final_norm": ("ln_f",),
 }
-"""Parts of parameter names -> their paths in Levanter's model families."""
+"""Maps parts of parameter names to their paths in Levanter's model families."""
 
 _KINDS = {"weight": "weight", "bias": "bias", "scale": "weight"}
-"""Last parts of parameter names -> the last parts in Levanter."""
+"""Maps last parts of parameter names to last parts in Levanter."""
 _NORMS = {"LayerNorm": ("LayerNorm",), "RMSNorm": ("RMSNorm", "RmsNorm")}
 
 
 def levanter_names(param: Param, pattern: str) -> list[str]:
-    """Levanter's names of a parameter that contain a module name written out in `pattern`.
+    """Returns Levanter's names of a parameter that contain a module name that is written out in `pattern`.
 
-    Other names are omitted, so that they do not change the meaning of a pattern such as `.*weight`: Levanter calls
+    Other names are omitted so that they do not change the meaning of a pattern such as `.*weight`: Levanter calls
     scales of norms `weight`.
     """
     return [name for word, name in _names_by_word(param) if word in pattern]
 
 
 def _names_by_word(param: Param) -> Iterator[tuple[str, str]]:
-    """(Word that a pattern must contain, Levanter's name of the parameter) for each name."""
+    """Yields (word that a pattern must contain, Levanter's name of the parameter) for each name."""
     path, kind = param.name, "weight"
     if param.name.rsplit(".", 1)[-1] in _KINDS:
         path, _, last = param.name.rpartition(".")

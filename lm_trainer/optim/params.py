@@ -1,7 +1,7 @@
-"""Parameters as an optimizer sees them: name, shape and logical axes.
+"""Parameters as optimizers see them: name, shape and logical axes.
 
-The parameters of all layers (and experts) are one array. Twelve layers of an attention query with 8 heads of size 64
-and hidden dimension 512 are
+The parameters of all layers (and experts) are one array. For example, the attention queries of 12 layers with 8 heads
+of size 64 and hidden dimension 512 have
 
     shape          (12, 512, 8, 64)
     axes           ("layers", "embed", "heads", "head_size")
@@ -27,15 +27,15 @@ _HEADS = ("heads", "kv_heads")
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter; all layers (and experts) are one array with leading axes."""
+    """One parameter. All layers (and experts) are in one array with leading axes."""
 
     name: str
-    """Dotted, such as `blocks.0.mlp.up.weight`."""
+    """Dotted name, such as `blocks.0.mlp.up.weight`."""
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     """Logical axis of each dimension."""
     norm: str | None = None
-    """Class of the norm that it belongs to, `LayerNorm` or `RMSNorm`; None for other parameters."""
+    """Class of the norm that the parameter belongs to, `LayerNorm` or `RMSNorm`; None for other parameters."""
 
     @property
     def lead(self) -> int:
@@ -44,7 +44,7 @@ class Param:
 
     @property
     def role(self) -> Role:
-        """The kind of parameter.
+        """Kind of the parameter.
 
         `matrix`: a linear map of a hidden layer; `embedding`: a token or position table; `head`: an untied head of the
         model; `vector`: biases, scales of norms and other parameters with one dimension.
@@ -63,11 +63,11 @@ class Param:
         """(number of stacked matrices, inputs, outputs); heads and head size count as one dimension.
 
         Raises:
-            ValueError: the parameter is not a matrix.
+            ValueError: if the parameter is not a matrix.
         """
         sizes: list[int] = []
         previous = None
-        # A matrix may have its heads among the inputs (the output projection) or among the outputs (q, k and v).
+        # The heads of a matrix may be among its inputs (the output projection) or among its outputs (q, k and v).
         for size, axis in zip(self.shape[self.lead :], self.axes[self.lead :], strict=True):
             if axis == "head_size" and previous in _HEADS:
                 sizes[-1] *= size
@@ -79,16 +79,16 @@ class Param:
         return math.prod(self.shape[: self.lead]), sizes[0], sizes[1]
 
     def to_matrices(self, x: jax.Array) -> jax.Array:
-        """Reshapes an array of the parameter's shape to [stacked, inputs, outputs]."""
+        """Reshapes an array that has the parameter's shape to [stacked, inputs, outputs]."""
         return x.reshape(self.matrix_shape)
 
     def from_matrices(self, x: jax.Array) -> jax.Array:
-        """The inverse of `to_matrices`."""
+        """Reshapes matrices to the parameter's shape; the inverse of `to_matrices`."""
         return x.reshape(self.shape)
 
 
 Params = Mapping[str, Param]
-"""By dotted name: the same keys as in the flat dict of arrays that an optimizer updates."""
+"""Parameters by dotted name, with the same keys as the flat dict of arrays that an optimizer updates."""
 
 Arrays: TypeAlias = "dict[str, jax.Array]"
-"""Parameters, gradients or updates by dotted name."""
+"""Arrays of parameters, gradients or updates by dotted name."""

@@ -1,4 +1,4 @@
-"""RMSProp with momentum, which averages normalised gradients."""
+"""RMSProp with momentum, which is an average of normalised gradients."""
 
 from __future__ import annotations
 

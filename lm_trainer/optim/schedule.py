@@ -16,17 +16,17 @@ from lm_trainer.optim.cycles import Cycle
 ScheduleName = Literal["constant", "linear", "cosine", "inv_sqrt", "inv", "power"]
 
 POWER_SCALE, POWER_EXPONENT = 4.6, -0.51
-"""The constants a and b of the power schedule, as fitted in its paper for GPT models under maximal update scaling."""
+"""Constants a and b of the power schedule, fitted in its paper for GPT models under maximal update scaling."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants in the formulas of `Schedule`; each is for one shape."""
+    """Constants of the formulas of `Schedule`; each belongs to one shape."""
 
     exponent: float = 1.0
     """p of `cosine`."""
     timescale: float | None = None
-    """T of `inv_sqrt`; None: the number of steps of the first warm-up is used."""
+    """T of `inv_sqrt`; None: the number of steps of the first warm-up."""
     power_scale: float = POWER_SCALE
     """a of `power`."""
     power_exponent: float = POWER_EXPONENT
@@ -35,12 +35,12 @@ class Constants:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate at each step, counted from 0; after the last step it stays at the final value.
+    """The learning rate at each step, counted from 0. After the last step it stays at the final value.
 
-    The first warm-up is linear from 0 at its first step, later ones from the final value of the previous cycle. Each
-    ends at the initial value of the decay, which is also the value of the stable phase. Without a re-warm-up the
-    learning rate jumps back. With t the steps since the start of the decay, D its length and m `min_ratio`, the decay
-    is the peak times
+    The first warm-up is linear from 0 at its first step; later ones are linear from the final value of the previous
+    cycle. Each warm-up ends at the initial value of the decay, which is also the value of the stable phase. Without a
+    warm-up of later cycles, the learning rate jumps back to this value. With t the number of steps since the start of
+    the decay, D its length and m `min_ratio`, the learning rate during the decay is the peak times
 
     - `constant`: 1;
     - `linear`: 1 - (1 - m) * t / D;
@@ -52,10 +52,10 @@ class Schedule:
     - `power`: B * a * n^b / peak, at least m and at most 1, with n the tokens since the start of the cycle, B the rows
       of the batch, by default a = 4.6 and b = -0.51, Shen et al. 2024, arXiv 2408.13359. It may start below the peak.
 
-    In cycle i everything is multiplied by `peaks[i]`, if `peaks` is not empty.
+    In cycle i all values are multiplied by `peaks[i]`, if `peaks` is not empty.
 
     Raises:
-        ValueError: `inv` has `min_ratio` 0, `power` has no `tokens`, or the number of peaks differs from the cycles.
+        ValueError: if `inv` has a `min_ratio` of 0, `power` has no `tokens`, or the numbers of peaks and cycles differ.
     """
 
     shape: ScheduleName
@@ -85,12 +85,12 @@ class Schedule:
         return self.peak * (low + (self._fraction_of_peak(number, 0) - low) * since / cycle.warmup)
 
     def _fraction_of_peak(self, number: int, since: int) -> float:
-        """The learning rate as a fraction of `peak`, `since` steps after the start of a cycle's decay."""
+        """Returns the learning rate as a fraction of `peak`, `since` steps after the start of the decay of a cycle."""
         return (self.peaks[number] if self.peaks else 1.0) * self._decay_fraction(self.cycles[number], since)
 
     def _decay_fraction(self, cycle: Cycle, since: int) -> float:
-        """The decay as a fraction of the peak, `since` steps after its start."""
-        # For a cycle without decay only the start is evaluated, 0 of 0 steps.
+        """Returns the decay as a fraction of the peak, `since` steps after its start."""
+        # For a cycle without a decay, only the start of the decay is evaluated: 0 of 0 steps.
         done, slope = since / max(1, cycle.decay), 1 - self.min_ratio
         match self.shape:
             case "constant":

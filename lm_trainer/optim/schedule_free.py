@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 class ScheduleFreeConfig(OptimizerConfig):
     """Schedule-Free AdamW (Defazio et al. 2024, arXiv 2405.15682, algorithm 1).
 
-    It has three sequences of weights: z, the steps of the base optimizer; x, their weighted average, which is evaluated
-    and exported; and y = (1 - beta1) z + beta1 x between them, which is trained and where gradients are computed.
+    It keeps three sequences of weights: z, the weights of the base optimizer; x, their weighted average, which is
+    evaluated and exported; and y = (1 - beta1) z + beta1 x between them, which is trained and at which gradients are
+    computed.
     """
 
     elementwise_transform: ClassVar[bool] = True
@@ -33,16 +34,16 @@ class ScheduleFreeConfig(OptimizerConfig):
     lr_schedule: DecayShape = "constant"
     """Shape of the decay; no decay is needed."""
     beta1: float = Field(default=0.9, gt=0, lt=1)
-    """Fraction of x in y: the position of y between z and x."""
+    """Fraction of x in y, which is the position of y between z and x."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
     """Decay of the average of squared gradients."""
     epsilon: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     weight_lr_power: NonNegativeFloat = 2.0
-    """Each step is weighted in the average by this power of the largest learning rate so far."""
+    """The weight of each step in the average is this power of the largest learning rate so far."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """Returns Adam's update without momentum, which is replaced by the distance between y and z."""
+        """Returns Adam's update without momentum; the distance between y and z takes the role of momentum."""
         import optax
 
         del params
@@ -65,7 +66,7 @@ class ScheduleFreeConfig(OptimizerConfig):
                 step_count=jnp.int32(1),
                 max_lr=jnp.float32(0.0),
                 base_optimizer_state=base.init(weights),
-                # A copy: state and weights are donated to one program, which must not receive a buffer twice.
+                # A copy, because state and weights are donated to one program, which must not receive a buffer twice.
                 z=jax.tree.map(jnp.copy, weights),
             )
 
@@ -78,8 +79,8 @@ class ScheduleFreeConfig(OptimizerConfig):
             learning_rate: jax.Array,
             **extra_args: PyTree,
         ) -> tuple[PyTree, PyTree]:
-            # Created in each step, because optax takes the learning rate here, and it is an argument of our step.
-            # x is not in the state: optax computes it from y and z, to save the memory of a copy of the weights.
+            # Created in each step, because optax takes the learning rate here, and for our step it is an argument. x is
+            # not part of the state: optax computes it from y and z, which saves the memory of a copy of the weights.
             free = optax.contrib.schedule_free(base, learning_rate, b1=self.beta1, weight_lr_power=self.weight_lr_power)
             return free.update(updates, state, weights, learning_rate=learning_rate, **extra_args)
 

@@ -1,4 +1,4 @@
-"""Scion: the steepest step inside a ball of a norm chosen for each parameter."""
+"""Scion: takes the steepest step within the unit ball of a norm that is chosen for each parameter."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 class ScionConfig(OptimizerConfig):
     """Unconstrained Scion (Pethick et al. 2025, arXiv 2502.07529, algorithm 1).
 
-    It uses the spectral norm for matrices of hidden layers, and the largest absolute value for all other parameters,
-    whose update is then a sign.
+    The spectral norm is used for matrices of hidden layers. For all other parameters it is the largest absolute value,
+    which makes their update a sign.
 
-    The update of a matrix is scaled by sqrt(max(1, outputs / inputs)), as in Levanter, and signs are not scaled; the
-    paper has sqrt(outputs / inputs) for hidden layers, and 1 / inputs for the head.
+    The update of a matrix is scaled by sqrt(max(1, outputs / inputs)), as in Levanter, and signs are not scaled. The
+    paper scales by sqrt(outputs / inputs) for hidden layers and by 1 / inputs for the head.
     """
 
     refused_keys: ClassVar[Mapping[str, str]] = {**OptimizerConfig.refused_keys, "lr": "use `learning_rate`"}
@@ -39,20 +39,21 @@ class ScionConfig(OptimizerConfig):
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the average of gradients of all other parameters."""
     backend_steps: PositiveInt = 10
-    """Newton-Schulz iterations."""
+    """Number of Newton-Schulz iterations."""
     scion_epsilon: PositiveFloat = 1e-8
     """Added to the norm of a matrix before the iterations."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
         """Returns updates in the direction of the average gradient.
 
-        For matrices this is the orthogonalised average times sqrt(max(1, outputs / inputs)), otherwise its sign.
+        For matrices this is the orthogonalised average times sqrt(max(1, outputs / inputs)); otherwise it is the sign
+        of the average.
         """
         import optax
 
         from lm_trainer.optim.matrices import orthogonalise_momentum, scale_each, split_by_role, width_factors
 
-        # Both are the point of a norm's unit ball that is farthest along the gradient, U V^T for the spectral norm.
+        # Both are the point of the norm's unit ball that is farthest along the gradient: U V^T for the spectral norm.
         spectral = orthogonalise_momentum(
             params, momentum=self.momentum, nesterov=False, steps=self.backend_steps, epsilon=self.scion_epsilon
         )
@@ -60,7 +61,7 @@ class ScionConfig(OptimizerConfig):
         return optax.chain(split_by_role(params, spectral, sign), scale_each(width_factors(params)))
 
     def decay_rule(self, params: Params) -> optax.GradientTransformation:
-        """Adds the weight decay, then scales the learning rate by `scion_to_signum_lr` except for matrices."""
+        """Adds the weight decay, then scales the learning rate of non-matrices by `scion_to_signum_lr`."""
         import optax
 
         from lm_trainer.optim.matrices import scale_non_matrices

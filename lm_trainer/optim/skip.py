@@ -1,4 +1,4 @@
-"""Skipping of bad steps, whose loss or gradient norm is far above previous steps."""
+"""Skips bad steps, whose loss or gradient norm is far above previous steps."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class SkipState(NamedTuple):
     """State of an optimizer that skips bad steps."""
 
     losses: History
-    """Finite losses of the last steps, including skipped ones."""
+    """Finite losses of the most recent steps, including skipped steps."""
     grad_norms: History
-    """Finite global gradient norms of the last steps, including skipped ones."""
+    """Finite global gradient norms of the most recent steps, including skipped steps."""
     skipped_steps: jax.Array
-    """int32 [], number of skipped steps so far."""
+    """int32 []; number of skipped steps so far."""
     inner: PyTree
     """State of the wrapped rule."""
 
@@ -30,9 +30,9 @@ class SkipState(NamedTuple):
 def skip_bad_steps(
     inner: optax.GradientTransformationExtraArgs, config: SkipStepConfig
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an update rule; reads the arguments `loss`, `grad_norm` and `weight` of `update`.
+    """Wraps an update rule. Reads the arguments `loss`, `grad_norm` and `weight` of `update`.
 
-    `weight` is the sum of the batch's weights; None means that it is known to be positive.
+    `weight` is the sum of the weights of the batch; None means that it is known to be positive.
     """
     window = config.rolling_interval_length
 
@@ -51,16 +51,16 @@ def skip_bad_steps(
         **extra_args: PyTree,
     ) -> tuple[Arrays, SkipState]:
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        # The loss of a batch whose weights are all 0 is 0 by definition, and not comparable with other steps.
+        # If all weights of a batch are 0, the loss is 0 by definition, which is not comparable with other steps.
         empty = jnp.asarray(False) if weight is None else weight == 0
-        # Compared with previous steps: this step enters the history below, whether it is taken or not.
+        # Compared with previous steps only: this step enters the history below, whether or not it is taken.
         usual = (loss <= state.losses.limit(config.sigma_factor)) & (
             grad_norm <= state.grad_norms.limit(config.sigma_factor)
         )
         take = finite & (usual | empty)
         arguments = {**extra_args, "loss": loss, "grad_norm": grad_norm, "weight": weight}
         new_updates, new_inner = inner.update(updates, state.inner, params, **arguments)
-        # Selected, not multiplied by 0: a NaN times 0 is a NaN.
+        # Selected instead of multiplied by 0, because NaN times 0 is NaN.
         return (
             jax.tree.map(lambda u: jnp.where(take, u, jnp.zeros_like(u)), new_updates),
             SkipState(

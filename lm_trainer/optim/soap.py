@@ -19,9 +19,9 @@ _WHOLE_WEIGHTS = "heads and their size count as one dimension, layers and expert
 class SoapConfig(OptimizerConfig):
     """SOAP (Vyas et al. 2024, arXiv 2409.11321, algorithm 3).
 
-    The first step only computes the bases, and does not change the weights.
+    The first step only computes the bases and does not change the weights.
 
-    Biases and scales of norms are updated as by Adam.
+    Biases and scales of norms are updated as in Adam.
     """
 
     refused_keys: ClassVar[Mapping[str, str]] = {
@@ -47,18 +47,18 @@ class SoapConfig(OptimizerConfig):
     epsilon: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     precondition_frequency: PositiveInt = 10
-    """Steps between updates of the eigenvectors."""
+    """Number of steps between updates of the eigenvectors."""
     max_precond_dim: PositiveInt = 10000
-    """Larger dimensions, such as a vocabulary, have no preconditioner."""
+    """Dimensions larger than this, such as a vocabulary, have no preconditioner."""
     one_diag: bool = False
-    """No preconditioner for the larger dimension of every matrix: half the memory and less work."""
+    """Omit the preconditioner of the larger dimension of each matrix, which halves the memory and reduces the work."""
     partition_grads_into_blocks: bool = True
     """Split matrices into blocks with separate bases."""
     block_size: PositiveInt = 256
-    """Maximum block size; blocks have the largest size up to it that divides the dimension."""
+    """Maximum block size; the size of a block is the largest divisor of the dimension up to this."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """Returns Adam's update in the bases, rotated back."""
+        """Returns Adam's update in the eigenbases, rotated back."""
         from lm_trainer.optim.soap_update import scale_by_soap
 
         return scale_by_soap(self, params)

@@ -1,11 +1,11 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioner.
 
-Shampoo averages L = G G^T and R = G^T G of each block G. SOAP rotates the gradient into their eigenvectors, G' =
-Q_L^T G Q_R. The elements of G' are nearly uncorrelated, so Adam's second moment for each of them is a good
-preconditioner. Its update is rotated back.
+Shampoo averages L = G G^T and R = G^T G of each block G. SOAP rotates the gradient into the eigenvectors of L and R, G'
+= Q_L^T G Q_R. The elements of G' are nearly uncorrelated, so Adam's second moment of each element is a good
+preconditioner. The resulting update is rotated back.
 
-Shape letters: K blocks of one parameter, I inputs of a block, O its outputs, N either of them. With the defaults, 12
-layers of a linear map from 768 to 3072 give
+Shape letters: K blocks of one parameter, I inputs of a block, O outputs of a block, N either of them. With the default
+settings, linear maps from 768 to 3072 in 12 layers have
 
     gradient                (12, 768, 3072)
     g_KIO                   (432, 256, 256)   12 layers of 3 x 12 blocks
@@ -30,32 +30,32 @@ class Basis(NamedTuple):
     """The eigenbasis of one side of a parameter's blocks."""
 
     gram: jax.Array
-    """float32, the average of G G^T [K, I, I] for the inputs, of G^T G [K, O, O] for the outputs."""
+    """float32; the average of G G^T [K, I, I] for the inputs, or of G^T G [K, O, O] for the outputs."""
     vectors: jax.Array
-    """Its eigenvectors in columns, by decreasing eigenvalue; same shape."""
+    """Eigenvectors of `gram` as columns, by decreasing eigenvalue; same shape."""
 
 
 class SoapState(NamedTuple):
-    """State of SOAP; bases are by parameter name."""
+    """State of SOAP; the bases are dicts by parameter name."""
 
     count: jax.Array
-    """int32 [], steps so far."""
+    """int32 []; number of steps so far."""
     mu: Arrays
     """Average of gradients, in the shapes of the parameters."""
     nu: Arrays
-    """Average of squared gradients in the basis, block by block. It has the parameter's shape, so that it is sharded
-    like the parameter."""
+    """Average of squared gradients in the basis, block by block. It has the shape of the parameter, so that it is
+    sharded like the parameter."""
     inputs: dict[str, Basis]
-    """Bases of the inputs."""
+    """Bases of the inputs by parameter name."""
     outputs: dict[str, Basis]
-    """Bases of the outputs."""
+    """Bases of the outputs by parameter name."""
 
 
 def scale_by_soap(config: SoapConfig, params: Params) -> optax.GradientTransformation:
-    """Returns Adam's update in the bases, rotated back."""
+    """Returns Adam's update in the eigenbases, rotated back."""
     sides = {name: _sides_with_basis(config, param) for name, param in params.items()}
     max_size = config.block_size if config.partition_grads_into_blocks else None
-    # Blocks are useless for a side without a basis.
+    # Blocks are useless for a side that has no basis.
     blocks = {n: Blocks.for_param(p, max_size, inputs=sides[n][0], outputs=sides[n][1]) for n, p in params.items()}
 
     def initial_bases(side: int) -> dict[str, Basis]:
@@ -68,14 +68,14 @@ def scale_by_soap(config: SoapConfig, params: Params) -> optax.GradientTransform
 
     def first(grads: Arrays, state: SoapState) -> tuple[Arrays, SoapState]:
         state = _update_averages(config, grads, state, blocks)
-        # Without a basis the update cannot be preconditioned: as in the authors' code, the first gradient only
-        # initialises the bases. `eigh` sorts by increasing eigenvalue, hence the reversal.
+        # Without a basis the update cannot be preconditioned. As in the authors' code, the first gradient therefore
+        # only initialises the bases. `eigh` sorts by increasing eigenvalue, hence the reversal.
         spectral = lambda basis: basis._replace(vectors=jnp.linalg.eigh(basis.gram)[1][..., ::-1])  # noqa: E731
         fresh = [{name: spectral(basis) for name, basis in side.items()} for side in (state.inputs, state.outputs)]
         return optax.tree.zeros_like(grads), SoapState(state.count + 1, state.mu, state.nu, *fresh)
 
     def later(grads: Arrays, state: SoapState) -> tuple[Arrays, SoapState]:
-        # Adam comes first: a gradient is rotated by bases that do not include it yet (algorithm 3).
+        # Adam comes first, because a gradient is rotated by bases that do not include it yet (algorithm 3).
         updates, state = _adam_update(config, grads, state, blocks)
         state = _update_averages(config, grads, state, blocks)
         due = state.count % config.precondition_frequency == 0
@@ -89,7 +89,7 @@ def scale_by_soap(config: SoapConfig, params: Params) -> optax.GradientTransform
 
 
 def _sides_with_basis(config: SoapConfig, param: Param) -> tuple[bool, bool]:
-    """True for inputs and for outputs if they have a basis."""
+    """Returns, for inputs and outputs, true if they have a basis."""
     if param.role == "vector":
         return False, False
     _, inputs, outputs = param.matrix_shape
@@ -129,14 +129,14 @@ def _adam_update(
     return updates, state._replace(mu=mu, nu=nu)
 
 
-# Every product below has precision="highest": an accelerator's default rounds the operands to bfloat16 or TF32, and
+# All products below have precision="highest": by default an accelerator rounds the operands to bfloat16 or TF32, and
 # bases that are not orthogonal would not rotate a gradient back exactly.
 
 
 def _rotate(
     name: str, x: jax.Array, state: SoapState, blocks: Mapping[str, Blocks], *, back: bool = False
 ) -> jax.Array:
-    """Q_in^T X Q_out of every block, or with `back` Q_in X Q_out^T; keeps shape and dtype of the parameter."""
+    """Returns Q_in^T X Q_out of every block or, with `back`, Q_in X Q_out^T; keeps the parameter's shape and dtype."""
     x_KIO = blocks[name].split(x)
     if name in state.inputs:
         q_KII = state.inputs[name].vectors
@@ -148,9 +148,9 @@ def _rotate(
 
 
 def _renew_bases(state: SoapState, blocks: Mapping[str, Blocks]) -> SoapState:
-    """One step of orthogonal iteration on every basis (algorithm 4)."""
+    """Applies one step of orthogonal iteration to every basis (algorithm 4)."""
     nu, inputs, outputs = dict(state.nu), {}, {}
-    # A second moment belongs to an eigenvector: if their order changes, it must follow.
+    # A second moment belongs to an eigenvector, so if the order of the eigenvectors changes, it must follow.
     for name, basis in state.inputs.items():
         inputs[name], order_KI = _orthogonal_iteration(basis)
         v_KIO = jnp.take_along_axis(blocks[name].split(nu[name]), order_KI[:, :, None], axis=1)
@@ -163,7 +163,7 @@ def _renew_bases(state: SoapState, blocks: Mapping[str, Blocks]) -> SoapState:
 
 
 def _orthogonal_iteration(basis: Basis) -> tuple[Basis, jax.Array]:
-    """The basis after one orthogonal iteration, and the old index [K, N] of each of its vectors.
+    """Returns the basis after one orthogonal iteration, and the old index of each of its vectors, [K, N].
 
     A QR decomposition of the average times the old vectors costs far less than `eigh`, and the averages change so
     slowly that one iteration is enough.

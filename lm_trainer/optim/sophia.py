@@ -1,4 +1,4 @@
-"""Sophia: momentum divided by an estimate of the curvature, clipped element by element."""
+"""Sophia: momentum divided by an estimate of the curvature, clipped elementwise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Estimator = Literal["hutchinson", "gauss_newton_bartlett"]
 
 
 class SophiaConfig(OptimizerConfig):
-    """Keys and rule of both kinds of Sophia (Liu et al. 2023, arXiv 2305.14342, algorithm 3).
+    """Configuration keys and update rule of both variants of Sophia (Liu et al. 2023, arXiv 2305.14342, algorithm 3).
 
     Unlike in the paper, the momentum is corrected for its initial 0, as in Levanter and optax.
     """
@@ -31,25 +31,25 @@ class SophiaConfig(OptimizerConfig):
     beta1: float = Field(default=0.96, ge=0, lt=1)
     """Decay of the average of gradients."""
     beta2: float = Field(default=0.99, ge=0, lt=1)
-    """Decay of the average of curvature estimates, for each estimate."""
+    """Decay of the average of curvature estimates, applied at each estimate."""
     epsilon: PositiveFloat = 1e-12
     """Minimum of the divisor of the momentum."""
     clip_threshold: PositiveFloat | None = 1.0
     """Maximum absolute value of an element of the update, before the learning rate; null: no clipping."""
     gamma: PositiveFloat = 0.01
-    """Factor of the curvature: larger values clip fewer elements."""
+    """Factor that multiplies the curvature; larger values clip fewer elements."""
     update_interval: PositiveInt = 10
-    """Steps from one curvature estimate to the next; the first is computed at the first step."""
+    """Number of steps from one curvature estimate to the next. The first is computed at the first step."""
 
     @property
     def curvature_interval(self) -> int:
         return self.update_interval
 
     def transform(self, params: Params) -> optax.GradientTransformationExtraArgs:
-        """Returns clip(m / max(gamma h, epsilon)), with m corrected for its initial 0.
+        """Returns the update clip(m / max(gamma h, epsilon)), with m corrected for its initial 0.
 
-        Its `update` takes `curvature`, None or the sums of the estimator over the batch, and `weight`, the float32 sum
-        of the batch's weights. h is updated before it is used, so every step has an estimate.
+        Its `update` takes `curvature`, which is the sums of the estimator over the batch or None, and `weight`, the
+        float32 sum of the weights of the batch. h is updated before it is used, so every step has an estimate.
         """
         from lm_trainer.optim.sophia_update import scale_by_sophia
 
@@ -57,7 +57,7 @@ class SophiaConfig(OptimizerConfig):
 
 
 class SophiaHConfig(SophiaConfig):
-    """Sophia with Hutchinson's estimate of the Hessian's diagonal: unbiased, and of either sign."""
+    """Sophia with Hutchinson's estimate of the diagonal of the Hessian, which is unbiased and can have either sign."""
 
     type: Literal["sophia-h"] = "sophia-h"
 
@@ -67,11 +67,11 @@ class SophiaHConfig(SophiaConfig):
 
 
 class SophiaGConfig(SophiaConfig):
-    """Sophia with the Gauss-Newton-Bartlett estimate, from targets sampled from the model: cheaper, never negative."""
+    """Sophia with the Gauss-Newton-Bartlett estimate, from targets sampled from the model; cheaper, never negative."""
 
     type: Literal["sophia-g"] = "sophia-g"
     gamma: PositiveFloat = 0.05
-    """Factor of the curvature: larger values clip fewer elements."""
+    """Factor that multiplies the curvature; larger values clip fewer elements."""
 
     @property
     def curvature(self) -> Estimator:

@@ -1,8 +1,8 @@
-"""Compiles one program for several sets of this process's devices, only once if possible.
+"""Compiles one program for several sets of devices of this process, only once if possible.
 
 On a CPU, machine code is compiled for one set of devices and loaded for each of the other sets. JAX has no public API
-for this: `_DeviceRemapper` uses its unpickler of executables. `tests/parallel/test_compile_per_device.py` checks that
-this unpickler still has the expected structure.
+for this, so `_DeviceRemapper` extends JAX's unpickler of executables. `tests/parallel/test_compile_per_device.py`
+checks that the unpickler still has the expected structure.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def compile_on_each(
     """Compiles the same program for each of several sets of devices.
 
     Args:
-        compile_on: compiles for the set with the given index.
+        compile_on: compiles the program for the device set with the given index.
         device_sets: devices of each set, in mesh order.
-        by_all_processes: True if each process of the run calls this at the same point, for its own sets of devices.
-            It may then wait for the other processes.
+        by_all_processes: True if each process of the run calls this function at the same point, for its own device
+            sets. The function may then wait for the other processes.
     """
     compiled_for = target_platform()
 
@@ -55,9 +55,9 @@ def compile_on_each(
     if platform == "tpu" and not all(map(_includes_first_chip, device_sets)):
         with _without_cache(), ThreadPoolExecutor() as pool:
             return [*pool.map(compile_in_thread, range(len(device_sets)))]
-    # A GPU compiler chooses kernels by timing them, and may choose differently each time. So the first program of the
-    # first process is compiled before all others: they find it in the compilation cache, which is shared by all GPUs of
-    # a kind and by all processes with access to its directory, and so run the same kernels.
+    # A GPU compiler chooses kernels by timing them, and may choose differently each time. The first program of the
+    # first process is therefore compiled before all others. The others find it in the compilation cache, which is
+    # shared by all GPUs of a kind and by all processes with access to its directory, and so run the same kernels.
     with _after_the_first_process(device_sets) if by_all_processes and platform == "gpu" else nullcontext():
         first = compile_on(0)
     with ThreadPoolExecutor() as pool:
@@ -66,9 +66,9 @@ def compile_on_each(
 
 @contextmanager
 def _after_the_first_process(device_sets: Sequence[Sequence[Device]]) -> Iterator[None]:
-    """Makes process 0 go first in work that each process does; only process 0 writes to JAX's compilation cache.
+    """Lets process 0 go first in work that every process does. Only process 0 writes to JAX's compilation cache.
 
-    Does not apply to programs on devices of several processes, which these processes compile together.
+    Has no effect for programs that run on devices of several processes, which compile such programs together.
     """
     shared = any(device.process_index != jax.process_index() for devices in device_sets for device in devices)
     if not shared and not is_lead():
@@ -79,9 +79,9 @@ def _after_the_first_process(device_sets: Sequence[Sequence[Device]]) -> Iterato
 
 
 def disable_cache_for(device_sets: Sequence[Sequence[Device]]) -> None:
-    """Disables the persistent cache permanently if programs of any of these sets must not be read from it.
+    """Permanently disables the persistent cache if programs for any of these device sets must not be read from it.
 
-    For programs that run on these sets but are not compiled by `compile_on_each`, such as sums.
+    For programs that run on these device sets but are not compiled by `compile_on_each`, such as sums.
     """
     if jax.default_backend() == "tpu" and not all(map(_includes_first_chip, device_sets)):
         logger.info("programs are compiled at every start: those of single TPU chips cannot be kept for the next one")
@@ -89,11 +89,11 @@ def disable_cache_for(device_sets: Sequence[Sequence[Device]]) -> None:
 
 
 def _includes_first_chip(devices: Sequence[Device]) -> bool:
-    """True if programs of these TPU chips can be cached: if they include the first chip of their slice.
+    """Returns true if programs for these TPU chips can be cached, which requires the first chip of their slice.
 
-    Programs of other chips check where they run, by coordinates (`scheckge: Invalid physical row` in libtpu's output).
-    So no chip can run a program that was compiled for another one, and some versions of libtpu read such programs with
-    wrong coordinates, which halts the very chips they were compiled for
+    Programs for other chips check the coordinates of the chip they run on (`scheckge: Invalid physical row` in libtpu's
+    output), so a program compiled for one chip cannot run on another. Some versions of libtpu even read such programs
+    with wrong coordinates, which halts the very chips that they were compiled for
     (https://github.com/jax-ml/jax/issues/38004).
     """
     return any(not any(device.coords) for device in devices)
@@ -101,7 +101,7 @@ def _includes_first_chip(devices: Sequence[Device]) -> bool:
 
 @contextmanager
 def _without_cache() -> Iterator[None]:
-    """Neither reads nor writes the persistent cache; CPU programs read from it lack functions when serialized."""
+    """Prevents use of the persistent cache; CPU programs read from it lack functions when they are serialized."""
     directory = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     _set_cache_directory(None)
     try:
@@ -112,28 +112,29 @@ def _without_cache() -> Iterator[None]:
 
 def _set_cache_directory(directory: str | None) -> None:
     jax.config.update("jax_compilation_cache_dir", directory)
-    # JAX opens the cache once and then ignores the setting; a reset makes it read the setting.
+    # JAX opens the cache once and then ignores the setting. A reset makes it read the setting a second time.
     compilation_cache.reset_cache()
 
 
 def _load_on_device_sets(
     compiled: jax.stages.Compiled, devices: Sequence[Device], device_sets: Sequence[Sequence[Device]]
 ) -> Iterator[jax.stages.Compiled]:
-    """Loads machine code made for `devices` on other sets of devices, in a fraction of the compilation time."""
+    """Loads machine code compiled for `devices` on other device sets, in a fraction of the compilation time."""
     content, inputs, outputs = serialize_executable.serialize(compiled)
     for to in device_sets:
         executable, args_info, no_kwargs = _DeviceRemapper(content, devices, to).load()
-        # As `serialize_executable.deserialize_and_load`, which only supports the devices that were compiled for.
+        # Same as `serialize_executable.deserialize_and_load`, which supports only the devices that the code was
+        # compiled for.
         yield jax.stages.Compiled(executable.load(), [], inputs.unflatten(args_info), outputs, no_kwargs=no_kwargs)
 
 
 class _DeviceRemapper(serialize_executable._JaxPjrtUnpickler):
-    """JAX's unpickler of executables, which finds devices by id; here the ids map to other devices."""
+    """JAX's unpickler of executables, which finds devices by id. This subclass maps the ids to other devices."""
 
     def __init__(self, content: bytes, devices: Sequence[Device], to: Sequence[Device]):
         super().__init__(io.BytesIO(content), to[0].client, list(to))
         self.devices_by_id = {source.id: target for source, target in zip(devices, to, strict=True)}
-        # The serialized program contains its devices too; without these options XLA would load it for them.
+        # The serialized program contains its devices too; without these options, XLA would load it for those devices.
         self._options = xla_client.CompileOptions()
         self._options.num_replicas, self._options.num_partitions = 1, len(to)
         self._options.device_assignment = xla_client.DeviceAssignment.create(np.array([[d.id for d in to]]))

@@ -1,4 +1,4 @@
-"""Connects the processes of a run: reports what it waits for, and can be interrupted."""
+"""Connects the processes of a run. Reports what the connection waits for, and can be interrupted."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import threading
 from collections.abc import Callable, Mapping
 
 NOTICE_AFTER = 10.0
-"""Seconds after which the user is told what the process waits for."""
+"""Time in seconds after which the user is told what the process waits for."""
 CONNECT_TIMEOUT = 300.0
-"""Seconds until the connection fails; JAX's default."""
-# At its own timeout JAX ends the process by SIGABRT and a C++ stack trace, so JAX's timeout is set this much later.
+"""Time in seconds until the connection fails; same as JAX's default."""
+# At its own timeout JAX ends the process with SIGABRT and a C++ stack trace, so JAX's timeout is set to be later by
+# this.
 _TIMEOUT_MARGIN = 60
 _PROBE_SECONDS = 3.0
 
@@ -20,16 +21,17 @@ def connect_processes(arguments: Mapping[str, object], waiting: Callable[[str], 
 
     Args:
         arguments: keyword arguments of `jax.distributed.initialize`.
-        waiting: called with a message if the connection takes long.
+        waiting: called with a message if connecting takes long.
 
     Raises:
-        TimeoutError: not all processes have connected after `CONNECT_TIMEOUT` seconds.
+        TimeoutError: if not all processes have connected within `CONNECT_TIMEOUT` seconds.
         RuntimeError, ValueError, OSError: as raised by JAX.
     """
     import jax
 
-    # JAX's preemption service would replace Python's handler of SIGTERM by one in C++. Python would then never receive
-    # the signal, and the run would continue until it is killed. The training loop polls and agrees on signals itself.
+    # JAX's preemption service would replace Python's SIGTERM handler with one in C++. Python would then never receive
+    # the signal, and the run would continue until it is killed. The training loop itself polls for signals and lets the
+    # processes agree on them.
     jax.config.update("jax_enable_preemption_service", False)
     failed: list[BaseException] = []
 
@@ -39,7 +41,8 @@ def connect_processes(arguments: Mapping[str, object], waiting: Callable[[str], 
         except BaseException as error:  # re-raised in the waiting thread
             failed.append(error)
 
-    # JAX waits in C++, where the main thread would receive no signals. A daemon thread lets the process end meanwhile.
+    # JAX waits in C++, where the main thread would not receive signals. With a daemon thread, the process can still
+    # end.
     thread = threading.Thread(target=connect, name="connecting", daemon=True)
     thread.start()
     thread.join(NOTICE_AFTER)
@@ -55,7 +58,7 @@ def connect_processes(arguments: Mapping[str, object], waiting: Callable[[str], 
 
 
 def _unreachable_reason(arguments: Mapping[str, object]) -> str:
-    """Reason why the address of process 0 is unreachable; "" if it is reachable or unknown in this process."""
+    """Returns the reason why process 0 is unreachable; "" if it is reachable or its address is unknown here."""
     host, _, port = str(arguments.get("coordinator_address") or "").rpartition(":")
     if not host or not port.isdecimal() or arguments.get("process_id") == 0:
         return ""

@@ -1,7 +1,7 @@
 """Host threads that dispatch programs concurrently.
 
-On a CPU, XLA runs the programs one thread dispatches to a device in order. The smaller a program is, the larger
-the part of its time in which only one core is busy. Programs dispatched by two threads overlap, and compute the same
+On a CPU, XLA runs the programs that one thread dispatches to a device in order. The smaller a program is, the larger is
+the fraction of its time in which only one core is busy. Programs dispatched by two threads overlap and compute the same
 bits.
 """
 
@@ -17,13 +17,13 @@ from lm_trainer.core.runtime import available_cores
 T = TypeVar("T")
 
 _ON_A_CPU = 2
-"""Threads on a CPU. More than two gained no speed on two cores, and each needs the memory of one more microbatch."""
+"""Number of threads on a CPU. On two cores, more threads were not faster, and each needs the memory of a microbatch."""
 
 
 def programs_at_once(platform: str, groups: int, group_size: int = 1) -> int:
-    """Number of programs that each of `groups` groups of `group_size` devices of this process runs at a time."""
-    # A group of several emulated devices waits for each of its programs (`wait_on_cpu`), so none overlap. With fewer
-    # cores than threads, more threads would only take memory.
+    """Returns how many programs each of `groups` groups of `group_size` devices of this process runs at a time."""
+    # A group of several emulated devices waits for each of its programs (`wait_on_cpu`), so none of them overlap. With
+    # fewer cores than threads, more threads would only take memory.
     return _ON_A_CPU if platform == "cpu" and group_size == 1 and available_cores() >= _ON_A_CPU * groups else 1
 
 
@@ -35,9 +35,9 @@ class DispatchThreads:
         self._next = itertools.cycle(pools) if pools else None
 
     def __call__(self, function: Callable[..., T], *args: object) -> T:
-        """Calls the function in the next thread; returns its result or raises its exception."""
+        """Calls the function in the next thread. Returns its result or raises its exception."""
         if self._next is None:
             return function(*args)
-        # Waits only for the dispatch, which returns before the program has run. So calls stay in order, and the results
-        # of one call can be arguments of the next.
+        # Waits only for the dispatch, which returns before the program has run. Calls therefore stay in order, and the
+        # results of one call can be arguments of the next.
         return next(self._next).submit(function, *args).result()

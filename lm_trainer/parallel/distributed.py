@@ -1,4 +1,4 @@
-"""Start-up of a multi-process run: `jax.distributed`, configured by hand or detected from a cluster's environment."""
+"""Start-up of a multi-process run with `jax.distributed`, from settings or detected from a cluster's environment."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from lm_trainer.parallel.connect import connect_processes
 
 
 class DistributedConfig(Config):
-    """Processes that make up the run. SLURM, Open MPI and TPU pods are detected, so no setting is needed for them."""
+    """Processes of the run. SLURM, Open MPI and TPU pods are detected, so they need no settings."""
 
     coordinator_address: str | None = None
-    """`host:port` that process 0 listens on; null: detected from the cluster."""
+    """Address `host:port` on which process 0 listens; null: detected from the cluster."""
     num_processes: PositiveInt | None = None
-    """Number of processes of the run; null: detected from the cluster, else one."""
+    """Number of processes of the run; null: detected from the cluster, or one if there is no cluster."""
     process_id: NonNegativeInt | None = None
-    """Index of this process, from 0; null: detected from the cluster. It differs between processes, so set it on the
-    command line: `--trainer.distributed.process_id 1`."""
+    """Index of this process, counted from 0; null: detected from the cluster. It differs between processes, so set it
+    on the command line: `--trainer.distributed.process_id 1`."""
     local_device_ids: NonNegativeInt | tuple[NonNegativeInt, ...] | None = None
-    """Devices of this machine that this process uses; null: the devices in CUDA_VISIBLE_DEVICES, else all."""
+    """Devices of this machine that this process uses; null: the devices in CUDA_VISIBLE_DEVICES, or all if it is not
+    set."""
     initialize_jax_distributed: bool = True
-    """Connect the processes; false: this process is a run by itself."""
+    """Connect the processes of the run; false: each process is a separate run."""
 
     @model_validator(mode="after")
     def _complete(self) -> DistributedConfig:
@@ -41,16 +42,16 @@ class DistributedConfig(Config):
         return self
 
     def start(self, waiting: Callable[[str], object] = lambda _: None) -> str | None:
-        """Connects this process to the others, before any device is used; does nothing in a single-process run.
+        """Connects this process to the others, before any device is used. Does nothing in a single-process run.
 
         Args:
-            waiting: called with a message if the connection takes long.
+            waiting: called with a message if connecting takes long.
 
         Returns:
             Description of the processes for the user; None if there is nothing to report.
 
         Raises:
-            UserError: the other processes are unreachable, or devices are named in a single-process run.
+            UserError: if the other processes are unreachable, or devices are named in a single-process run.
         """
         if not self.initialize_jax_distributed:
             return None
@@ -62,12 +63,12 @@ class DistributedConfig(Config):
                     "run has one process; set CUDA_VISIBLE_DEVICES in the environment instead"
                 )
             return None if cluster is None else cluster.description
-        # Imported here: reading a configuration should not wait for JAX.
+        # Imported here so that reading a configuration does not wait for JAX.
         import jax
 
         if jax.distributed.is_initialized():
             return None
-        # JAX detects settings that are None here from the same environment.
+        # JAX detects the settings that are None here from the same environment.
         address, device_ids = (None, None) if cluster is None else (cluster.coordinator, cluster.local_device_ids)
         arguments: dict[str, object] = {
             "coordinator_address": self.coordinator_address or address,
@@ -78,9 +79,10 @@ class DistributedConfig(Config):
         try:
             connect_processes(arguments, waiting)
         except (RuntimeError, ValueError, OSError) as error:
-            # The first line describes the error; the following lines point to source code.
+            # The first line describes the error; the following lines refer to source code.
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            # A single TPU machine asks the metadata server too, and learns it has no neighbours.
+            # A TPU machine that is not part of a pod asks the metadata server too, and learns that it has no
+            # neighbours.
             if cluster is not None and cluster.uncertain:
                 return f"{cluster.description} names no other processes ({reason}): a run of one process"
             raise UserError(
@@ -94,35 +96,35 @@ class DistributedConfig(Config):
 
 
 class Cluster(NamedTuple):
-    """The processes of a run, as detected from the environment."""
+    """Processes of a run, as detected from the environment."""
 
     description: str
     several: bool
-    """True if this process is one of several; if not, the description gives the reason."""
+    """True if this process is one of several; if false, the description gives the reason."""
     local_device_ids: tuple[int, ...] | None = None
-    """Devices of this process among its visible devices; None lets JAX choose."""
+    """Devices of this process among its visible devices; None: JAX chooses."""
     uncertain: bool = False
-    """True if this may turn out to be the only process."""
+    """True if this process may turn out to be the only one."""
     coordinator: str | None = None
-    """`host:port` of process 0, for messages; None lets JAX find it."""
+    """Address `host:port` of process 0, for messages; None: JAX finds it."""
 
 
-# The variables JAX reads: without all of them it would not detect the cluster either.
+# The variables that JAX reads; without all of them, JAX would not detect the cluster either.
 _SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 _PORTS = 1 << 12
-"""The highest ports, which systems never assign to clients; JAX uses one of them too."""
+"""The highest ports, which operating systems never assign to clients; JAX uses one of them too."""
 _TPU_FILES = ("/dev/accel0", "/dev/vfio/0")
 _OPEN_MPI = ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE")
 
 
 def find_cluster(environ: Mapping[str, str]) -> Cluster | None:
-    """Detects the cluster JAX will detect in the environment, and this process's own GPUs of its node.
+    """Detects the cluster that JAX will detect in the environment, and this process's share of the GPUs of its node.
 
     Returns:
-        The cluster; None if there is no sign of other processes.
+        The cluster; None if nothing suggests that there are other processes.
 
     Raises:
-        UserError: the processes of a node cannot share its GPUs equally.
+        UserError: if the processes of a node cannot share its GPUs equally.
     """
     if int(environ.get("SLURM_NTASKS") or 1) > 1:
         return _slurm_cluster(environ)
@@ -137,7 +139,7 @@ def find_cluster(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _needs_metadata_server(environ: Mapping[str, str]) -> bool:
-    """True if this is a TPU machine whose neighbours are only known to Google Cloud's metadata server."""
+    """Returns true on a TPU machine whose neighbours are known only to Google Cloud's metadata server."""
     if "TPU_SKIP_MDS_QUERY" in environ or environ.get("JAX_PLATFORMS", "tpu").split(",")[0] != "tpu":
         return False
     return importlib.util.find_spec("libtpu") is not None and any(Path(file).exists() for file in _TPU_FILES)
@@ -145,7 +147,7 @@ def _needs_metadata_server(environ: Mapping[str, str]) -> bool:
 
 def _slurm_cluster(environ: Mapping[str, str]) -> Cluster:
     job = f"SLURM job {environ.get('SLURM_JOB_ID', '?')}"
-    # A batch script sees the number of its tasks too, but is not one of them.
+    # A batch script sees the number of tasks too, but is not one of them.
     if not all(name in environ for name in _SLURM_STEP):
         count = environ["SLURM_NTASKS"]
         return Cluster(f"{job} has {count} tasks, but this process was not started by srun: a run of its own", False)
@@ -153,9 +155,9 @@ def _slurm_cluster(environ: Mapping[str, str]) -> Cluster:
 
 
 def _slurm_coordinator(environ: Mapping[str, str]) -> str:
-    """Address of process 0: the first node of the step, and a port all its processes compute.
+    """Returns the address of process 0: the first node of the step, and a port that all processes compute.
 
-    The port is JAX's own, except for later steps of a job, which may run at the same time on the same node.
+    The port is the one JAX uses, except for later steps of a job, which may run on the same node at the same time.
     """
     if "JAX_COORDINATOR_ADDRESS" in environ:
         return environ["JAX_COORDINATOR_ADDRESS"]
@@ -165,20 +167,20 @@ def _slurm_coordinator(environ: Mapping[str, str]) -> str:
 
 
 def first_host(nodes: str) -> str:
-    """First host of a list in SLURM's notation: `gpu03` of `gpu[03-04,07],cpu1`, `r1n5` of `r[1-2]n[5,8]`."""
+    """Returns the first host of a SLURM list: `gpu03` of `gpu[03-04,07],cpu1`, `r1n5` of `r[1-2]n[5,8]`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     assert first is not None, "the expression matches the empty text too"
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
 
 
 def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """The visible GPUs that this task of its node uses, divided equally; JAX by default uses one for each task."""
+    """Returns the visible GPUs that this task uses, an equal share of its node's GPUs; JAX's default is one."""
     visible = [device for device in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
     if not visible:
         return None
     tasks = _tasks_on_node(environ)
     if any(name in environ for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")) or tasks is None:
-        # SLURM has bound these GPUs to the task; the other tasks see other GPUs.
+        # SLURM has bound these GPUs to this task; the other tasks see other GPUs.
         return tuple(range(len(visible)))
     if len(visible) % tasks:
         raise UserError(
@@ -190,7 +192,7 @@ def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
 
 
 def _tasks_on_node(environ: Mapping[str, str]) -> int | None:
-    """Number of tasks of this step on this node, from a list such as `4(x2),2`; None if SLURM does not set it."""
+    """Returns the number of tasks of this step on this node, from a list such as `4(x2),2`; None if not set."""
     counts: list[int] = []
     for part in filter(None, environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):
         count, _, times = part.partition("(x")

@@ -1,4 +1,4 @@
-"""Agreement of the processes of a run on flags, without a wait of the host for the step that is being computed."""
+"""Agreement of the processes of a run on flags, without making the host wait for the step that is being computed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lm_trainer.parallel.cpu_sync import wait_on_cpu
 class FlagExchange:
     """Combines the flags of all processes after each step.
 
-    A collective that the host waits for is queued behind the step on every device, and the devices idle while the host
-    then logs, loads and dispatches the next step. So in a run of several processes a call enqueues the exchange of its
-    flags and returns the flags of the previous call, which the devices have combined by the time the host reads them.
-    A run of one process has no exchange: its flags are returned at once.
+    A collective that the host waits for is queued behind the step on every device, so the devices would be idle while
+    the host then logs, loads data and dispatches the next step. In a run of several processes, each call therefore
+    enqueues the exchange of its flags and returns the flags of the previous call, which the devices have combined by
+    the time the host reads them. A run of one process exchanges nothing: its flags are returned at once.
     """
 
     def __init__(self) -> None:
@@ -31,10 +31,10 @@ class FlagExchange:
         return jax.process_count() > 1
 
     def exchange(self, flags: Mapping[str, bool]) -> dict[str, bool]:
-        """Returns the flags that any process set, by name.
+        """Returns, by name, whether any process has set each flag.
 
-        All processes call it after the same step, with the same names in the same order. The first call of several
-        processes returns no flag as set.
+        All processes must call this after the same step, with the same names in the same order. With several processes,
+        the first call returns all flags as not set.
         """
         if not self.is_late:
             return dict(flags)

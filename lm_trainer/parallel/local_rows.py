@@ -1,4 +1,4 @@
-"""Computations of each device on its own rows of a batch, where XLA would not partition them by rows."""
+"""Computations that each device does on its own rows of a batch, where XLA would not partition by rows."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Tree = TypeVar("Tree")
 
 
 def map_local_rows(function: Callable[..., Tree], rows: Sequence[jax.Array], replicated: Sequence[jax.Array]) -> Tree:
-    """Computes `function(*rows, *replicated)` on each device of the batch axes, for the rows on this device.
+    """Computes `function(*rows, *replicated)` on each device along the batch axes, for the rows on this device.
 
-    In a program for one device, or for a microbatch on one device, this is a plain call.
+    In a program for one device, or for a microbatch on one device, this is an ordinary call.
 
     Args:
-        function: function of arrays; its results have rows as first dimension, and each row must depend only on the
-            same row of the arguments.
-        rows: arrays whose first dimension is the rows of the batch, or several elements for each row.
-        replicated: arrays that are replicated on every device; their gradients are summed over the devices.
+        function: function of arrays. The first dimension of its results is the rows, and each row must depend only on
+            the same row of the arguments.
+        rows: arrays whose first dimension is the rows of the batch, or several elements per row.
+        replicated: arrays that are replicated on all devices; their gradients are summed over the devices.
     """
     mesh = jax.typeof(rows[0]).sharding.mesh
     free = [axis for axis in BATCH_AXES if axis in mesh.axis_names and axis not in mesh.manual_axes]

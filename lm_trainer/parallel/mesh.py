@@ -1,7 +1,7 @@
 """Device mesh, and the rules that map logical axes of arrays to mesh axes.
 
 A parameter lists the logical axis of each of its dimensions (`embed`, `mlp`, ...) in its `logical_axes` metadata.
-Two sets of rules name the mesh axes over which each of them is sharded: in storage, and during computation.
+Two sets of rules name the mesh axes over which each logical axis is sharded, in storage and during computation.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 BATCH_AXES = ("replica_dcn", "replica", "data")
-"""The mesh axes over which the microbatches of a batch are distributed, outermost (slowest network) first."""
+"""Mesh axes over which the microbatches of a batch are distributed, outermost (slowest network) first."""
 MODEL_PARALLEL_AXES = ("pipeline", "context", "expert")
-"""The mesh axes that share one microbatch: its layers, its positions, its experts. The axis `model` is not one of them:
-for tensor parallelism XLA partitions the computation by the shardings of the parameters only."""
+"""Mesh axes whose devices share one microbatch: its layers, its positions, its experts. The axis `model` is not among
+them: for tensor parallelism, XLA partitions the computation based on the shardings of the parameters only."""
 MESH_AXES = (*BATCH_AXES, *MODEL_PARALLEL_AXES, "model")
-"""All axes. Neighbouring devices in the list are neighbours along the last axes, which communicate most."""
+"""All mesh axes. Neighbouring devices in the list are neighbours along the last axes, which communicate most."""
 RULE_AXES = (*BATCH_AXES, "model")
-"""The mesh axes over which rules may shard logical axes."""
+"""Mesh axes over which rules may shard logical axes."""
 LOGICAL_AXES = ("batch", "position", "vocab", "embed", "heads", "kv_heads", "head_size", "mlp", "experts", "layers")
 OTHER_AXES = ("token", "token_repeat", "key_position", "hyena_filter_order")
-"""Levanter's names for axes of activations, along which nothing is sharded here: their rules have no effect."""
+"""Levanter's names for axes of activations. Nothing is sharded along them here, so rules for them have no effect."""
 
 AxisRules = Mapping[str, tuple[str, ...]]
-"""Logical axis -> the mesh axes over which it is sharded; missing axes are replicated."""
+"""Maps a logical axis to the mesh axes over which it is sharded; logical axes that are missing are replicated."""
 
 
 class MeshShape(NamedTuple):
-    """Sizes of the mesh axes the user sets; the data axis has the remaining devices."""
+    """Sizes of the mesh axes that the user sets; the data axis has the remaining devices."""
 
     replica_dcn: int = 1
     replica: int = 1
@@ -48,22 +48,22 @@ class MeshShape(NamedTuple):
 
 
 def build_mesh(shape: MeshShape, devices: Sequence[Device]) -> Mesh:
-    """Builds a mesh with the axes `MESH_AXES` over all `devices`, in their order.
+    """Builds a mesh with the axes `MESH_AXES` over all `devices`, in the given order.
 
     Raises:
-        UserError: the number of devices is not divisible.
+        UserError: if the number of devices is not divisible by the product of the sizes.
     """
     from jax.sharding import AxisType, Mesh
 
     sizes = _axis_sizes(shape, len(devices))
     grid = np.asarray(devices, dtype=object).reshape(sizes)
-    # Auto axes: XLA partitions code outside `shard_map`. With explicit axes JAX requires shardings of intermediate
-    # arrays it cannot infer.
+    # Auto axes, so that XLA partitions code outside `shard_map`. With explicit axes, JAX requires shardings of
+    # intermediate arrays that it cannot infer.
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def build_abstract_mesh(shape: MeshShape, count: int) -> AbstractMesh:
-    """The abstract mesh for `count` devices; otherwise as `build_mesh`."""
+    """Builds the abstract mesh for `count` devices; otherwise the same as `build_mesh`."""
     from jax.sharding import AbstractMesh, AxisType
 
     return AbstractMesh(_axis_sizes(shape, count), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
@@ -84,22 +84,22 @@ def _axis_sizes(shape: MeshShape, count: int) -> tuple[int, ...]:
 
 
 def batch_shards(mesh: Mesh | AbstractMesh) -> int:
-    """Number of shards of the rows of a batch."""
+    """Returns the number of shards of the rows of a batch."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def parse_rules(
     resources: Mapping[str, str | Sequence[str]], *, key: str, options: Sequence[str] = RULE_AXES
 ) -> dict[str, tuple[str, ...]]:
-    """Checks a user's mapping from logical axes to mesh axes, and returns it with tuples of mesh axes.
+    """Checks a user's mapping from logical axes to mesh axes, and returns it with tuples of mesh axes as values.
 
     Args:
         resources: mapping from logical axes to mesh axes.
-        key: configuration key of the mapping, for errors.
-        options: the allowed mesh axes.
+        key: configuration key of the mapping, for error messages.
+        options: mesh axes that are allowed.
 
     Raises:
-        ValueError: a logical or mesh axis does not exist or is not allowed; suggests a similar name.
+        ValueError: if a logical or mesh axis does not exist or is not allowed. The message suggests a similar name.
     """
     rules = {}
     for logical, physical in resources.items():
@@ -115,7 +115,7 @@ def parse_rules(
 
 
 def check_logical_axis(name: str, *, key: str) -> None:
-    """Raises ValueError if `name`, given under `key`, is not a logical axis of any model."""
+    """Raises ValueError if `name`, which was given under `key`, is not a logical axis of any model."""
     if name not in LOGICAL_AXES and name not in OTHER_AXES:
         raise ValueError(f"{key}: unknown logical axis {name!r}{_suggest_similar(name, LOGICAL_AXES)}")
 
@@ -126,10 +126,10 @@ def _suggest_similar(word: str, options: Sequence[str]) -> str:
 
 
 def partition_spec(path: str, axes: Sequence[str | None], rules: AxisRules) -> PartitionSpec:
-    """The partition spec of an array whose dimensions have the logical `axes` (None: never sharded).
+    """Returns the partition spec of an array whose dimensions have the logical axes `axes` (None: never sharded).
 
     Raises:
-        UserError: two dimensions would be sharded over the same mesh axis; `path` names the array.
+        UserError: if two dimensions would be sharded over the same mesh axis; `path` names the array in the message.
     """
     from jax.sharding import PartitionSpec
 
@@ -150,5 +150,5 @@ def partition_spec(path: str, axes: Sequence[str | None], rules: AxisRules) -> P
 
 
 def spec_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """One entry of a PartitionSpec as a tuple of mesh axes."""
+    """Returns one entry of a PartitionSpec as a tuple of mesh axes."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -1,9 +1,9 @@
-"""Rounded products: a transformation that prevents compilers from contracting a product and a sum.
+"""Transformation of a function that prevents compilers from contracting a product and a sum.
 
 If a product is an operand of an addition, a compiler may contract both to a fused multiply-add (FMA), which rounds once
-instead of twice. It decides by the surrounding fusion, which depends on the shapes on a device, and so on the mesh: the
-same element-wise formula then gives different bits on different meshes. No option of XLA prevents this on a CPU
-(`--xla_cpu_enable_fast_math=false` does not, jax 0.10), so the jaxpr is rewritten instead.
+instead of twice. Its choice depends on the surrounding fusion, hence on the shapes on a device, and hence on the mesh:
+the same element-wise formula then gives different bits on different meshes. No option of XLA prevents this on a CPU
+(`--xla_cpu_enable_fast_math=false` does not, jax 0.10), so the jaxpr is rewritten.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from jax.extend.core import Jaxpr, Literal, Var
 from lm_trainer.core.jax_types import PyTree
 
 _PRODUCTS = frozenset({"mul", "square", "integer_pow"})
-"""Primitives that end in a multiplication."""
+"""Primitives whose last operation is a multiplication."""
 _CALLS = frozenset({"pjit", "jit", "closed_call", "custom_jvp_call", "custom_vjp_call"})
-"""Primitives that only call another jaxpr; `pjit` was renamed to `jit`."""
+"""Primitives that only call another jaxpr; newer versions of JAX call `pjit` `jit`."""
 
 
 def without_fma(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Returns `function` with every product rounded before it is added.
+    """Returns a version of `function` in which every product is rounded before it is added.
 
-    The returned function has an additional first argument: a uint32 scalar with value 0. It must be an argument of the
-    compiled program, so the compiler does not know its value. Each product is XORed with that zero, which changes
-    no bit but separates the product from the addition. Products inside loops and branches are not changed.
+    The returned function has an additional first argument: a uint32 scalar whose value is 0. It must be an argument of
+    the compiled program, so that the compiler does not know its value. Each product is XORed with that zero, which
+    changes no bit but separates the product from the addition. Products inside loops and branches are not changed.
     """
 
     def rounded(zero: jax.Array, *args: PyTree) -> PyTree:
@@ -41,7 +41,7 @@ def without_fma(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
 def _evaluate_jaxpr(
     jaxpr: Jaxpr, consts: Sequence[PyTree], args: Sequence[jax.Array], zero: jax.Array
 ) -> list[jax.Array]:
-    """Interprets a jaxpr equation by equation, as `jax.core.eval_jaxpr`, and rounds products."""
+    """Interprets a jaxpr equation by equation, like `jax.core.eval_jaxpr`, and rounds products."""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
     def read(variable: Var | Literal) -> jax.Array:
@@ -51,8 +51,8 @@ def _evaluate_jaxpr(
         inputs = [read(variable) for variable in equation.invars]
         name, inner = equation.primitive.name, equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
         if name in _CALLS and inner is not None:
-            # Calls are inlined, since a product inside one may be added outside. This drops custom gradients, which is
-            # harmless: updates are not differentiated.
+            # Calls are inlined, because a product inside a call may be added outside of it. Inlining drops custom
+            # gradients, which is harmless: updates are not differentiated.
             results = _evaluate_jaxpr(inner.jaxpr, inner.consts, inputs, zero)
         else:
             outputs = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
@@ -65,11 +65,11 @@ def _evaluate_jaxpr(
 
 def _make_opaque(x: jax.Array, zero: jax.Array) -> jax.Array:
     """Returns the same bits in a form that no compiler contracts with another operation."""
-    # Integer products are exact, contracted or not.
+    # Integer products are exact, whether or not they are contracted.
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
-    # An exclusive-or with an unknown value is the cheapest operation found that compilers cannot see through. On a CPU
-    # (jax 0.10) these do not prevent the contraction: `lax.optimization_barrier`, `lax.reduce_precision` to float32,
-    # and a bitcast and its inverse without the zero.
+    # XOR with an unknown value is the cheapest operation found that compilers cannot see through. On a CPU (jax 0.10)
+    # the following do not prevent the contraction: `lax.optimization_barrier`, `lax.reduce_precision` to float32, and a
+    # bitcast and its inverse without the zero.
     bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, bits) ^ zero.astype(bits), x.dtype)

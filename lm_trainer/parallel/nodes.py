@@ -1,4 +1,4 @@
-"""Groups of devices with a fast network between them: a node of GPUs, an NVLink domain, a TPU slice."""
+"""Groups of devices that a fast network connects: a GPU node, an NVLink domain, a TPU slice."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from lm_trainer.parallel.mesh import batch_shards
 
 
 def node_index(device: Device) -> int:
-    """Index of the node of a device.
+    """Returns the index of the node that a device belongs to.
 
-    JAX names the fast domain of a device `slice_index`: the slice of a TPU, the NVLink domain of a GPU. Devices without
-    one, such as CPUs, belong to the node of their process.
+    JAX gives the fast domain of a device, which is the slice of a TPU or the NVLink domain of a GPU, as `slice_index`.
+    Devices without this attribute, such as CPUs, belong to the node of their process.
     """
     index = getattr(device, "slice_index", None)
     return device.process_index if index is None else index
 
 
 def num_batch_nodes(mesh: Mesh) -> int:
-    """Number of nodes over which the batch shards of a mesh divide, as aligned subtrees of the sum over all shards.
+    """Returns the number of nodes that divide the batch shards of a mesh into aligned subtrees of the sum over all
+    shards.
 
     Returns:
-        A power of two. 1 if there is only one node, if nodes hold different numbers of shards, if a shard spans nodes,
-        or if each node holds only one shard: then an exchange in two levels would save nothing or change the sum.
+        A power of two. 1 if there is only one node, if nodes have different numbers of shards, if a shard spans nodes,
+        or if each node has only one shard: an exchange in two levels would then save nothing or change the sum.
     """
     shards = batch_shards(mesh)
     nodes_of_shards = [{node_index(device) for device in devices} for devices in mesh.devices.reshape(shards, -1)]
@@ -35,5 +36,5 @@ def num_batch_nodes(mesh: Mesh) -> int:
     count, size = len(sizes), sizes[0]
     distinct = len({min(nodes) for nodes in nodes_of_shards})
     even = count == distinct and all(other == size for other in sizes)
-    # Subtrees of the sum over all shards are over a half of them, a quarter and so on: see `tree_sum`.
+    # The subtrees of the sum over all shards are over a half of them, a quarter of them and so on; see `tree_sum`.
     return count if even and size > 1 and count & (count - 1) == 0 else 1

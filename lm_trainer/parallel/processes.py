@@ -8,23 +8,23 @@ from jax.experimental import multihost_utils
 
 
 def is_lead() -> bool:
-    """True in process 0, which writes the files that exist once for a run."""
+    """Returns true in process 0, which writes the files that exist once per run."""
     return jax.process_index() == 0
 
 
 def any_process(flag: bool) -> bool:
-    """True if `flag` is true in any process of the run.
+    """Returns true if `flag` is true in any process of the run.
 
     Waits for all processes, and hangs unless all of them call it at the same point.
     """
-    # A single-process run calls this after every step, and must not wait for its devices.
+    # A single-process run calls this after every step and must not wait for its devices.
     if jax.process_count() == 1:
         return flag
     return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
 
 
 def gather(values: np.ndarray) -> np.ndarray:
-    """Returns [processes, ...]: this array from every process, of the same shape in all of them. Waits for all."""
+    """Returns this array from every process, [processes, ...]; all must have the same shape. Waits for all."""
     if jax.process_count() == 1:
         return values[None]
     # JAX would keep only the lower half of 64-bit numbers.
@@ -34,7 +34,7 @@ def gather(values: np.ndarray) -> np.ndarray:
 
 
 def gather_texts(text: str) -> list[str]:
-    """Returns this text from every process, in process order. Waits for all."""
+    """Returns this text from every process, in process order. Waits for all of them."""
     if jax.process_count() == 1:
         return [text]
     content = np.frombuffer(text.encode(), np.uint8)
@@ -45,6 +45,6 @@ def gather_texts(text: str) -> list[str]:
 
 
 def wait_for_all(barrier: str) -> None:
-    """Returns when every process has called it; fails in all of them if they wait at different barriers."""
+    """Returns once every process has called it. Fails in all processes if they wait at different barriers."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(barrier)

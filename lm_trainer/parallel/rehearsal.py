@@ -1,8 +1,8 @@
-"""Arrays without values, for the rehearsal of a step: it calls its programs, but none of them runs.
+"""Abstract arrays for the rehearsal of a step, in which the step calls its programs but none of them runs.
 
 During a rehearsal, `lm_trainer.step.dispatch.program.Program` takes and returns abstract arrays. An abstract array
-counts the bytes it would take on one device, from its creation until Python drops it or a program consumes it. So
-the memory a device holds at any time follows from the code of the step, without a separate description.
+counts the bytes that it would take on one device, from its creation until Python drops it or a program consumes it. The
+memory that a device holds at any time thus follows from the code of the step, without a separate description.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lm_trainer.parallel.mesh import batch_shards
 
 
 class Memory:
-    """The bytes one device holds, by purpose.
+    """Number of bytes that one device holds, by purpose.
 
     Args:
         device: the device.
@@ -38,15 +38,15 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Sum over all purposes."""
+        """Sum of the bytes over all purposes."""
         return sum(self.held.values())
 
     def add_bytes(self, purpose: str, size: int) -> None:
-        """Adds `size` bytes, which may be negative."""
+        """Adds `size` bytes to a purpose; may be negative."""
         self.held[purpose] = self.held.get(purpose, 0) + size
 
     def drop(self, buffer: Buffer) -> None:
-        """Frees a buffer Python has dropped; a `queued` one is freed when its last program is known to be done."""
+        """Frees a buffer that Python has dropped; a `queued` buffer once its last program is known to be done."""
         if buffer.queued:
             pending = Buffer(self, buffer.purpose, buffer.size)
             pending.last_call = buffer.last_call
@@ -54,12 +54,12 @@ class Memory:
         buffer.free()
 
     def free_finished(self, call: int) -> None:
-        """Called when the host has waited for this call of a program, so all earlier calls are done."""
+        """Frees queued buffers; called when the host has waited for program call `call`, so earlier ones are done."""
         self._queued = [buffer for buffer in self._queued if buffer.last_call > call]
 
 
 class Buffer:
-    """The part of an array on the device of a `Memory`; freed with the last reference to it.
+    """Part of an array on the device of a `Memory`. It is freed with the last reference to it.
 
     Args:
         memory: memory of the device.
@@ -86,7 +86,7 @@ class Buffer:
 
 
 class Description(NamedTuple):
-    """An array without its values."""
+    """Shape, dtype and sharding of an array."""
 
     shape: tuple[int, ...]
     dtype: DTypeLike
@@ -98,25 +98,25 @@ class Description(NamedTuple):
         return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
 
     def bytes_on(self, device: Device) -> int:
-        """Bytes of the part on a device."""
+        """Returns the size in bytes of the part on a device."""
         if device not in self.sharding.device_set:
             return 0
         return math.prod(self.sharding.shard_shape(self.shape)) * np.dtype(self.dtype).itemsize
 
 
 class Shard(NamedTuple):
-    """The part of an abstract array on one device, as `jax.Shard`."""
+    """Part of an abstract array on one device, like `jax.Shard`."""
 
     device: Device
     data: AbstractArray
 
 
 class AbstractArray:
-    """An array on devices, without values.
+    """An array on devices that has no values.
 
     Args:
         description: shape, dtype and sharding.
-        buffer: its part on the device whose memory is counted; None if it has none on that device.
+        buffer: part of the array on the device whose memory is counted; None if there is no part on that device.
         call: number of the program call that returned it.
     """
 
@@ -143,7 +143,7 @@ class AbstractArray:
 
     @property
     def addressable_shards(self) -> list[Shard]:
-        """The parts on the devices of the rehearsal."""
+        """Parts of the array on the devices of the rehearsal."""
         rehearsal = current_rehearsal()
         assert rehearsal is not None, "an abstract array outlived its rehearsal"
         part = self.sharding.shard_shape(self.shape)
@@ -161,7 +161,7 @@ class AbstractArray:
         ]
 
     def block_until_ready(self) -> AbstractArray:
-        """Waits, as the host, for the program that returned this array."""
+        """Waits, as the host would, for the program that returned this array."""
         rehearsal = current_rehearsal()
         assert rehearsal is not None, "an abstract array outlived its rehearsal"
         rehearsal.memory.free_finished(self.call)
@@ -169,14 +169,14 @@ class AbstractArray:
 
 
 class Rehearsal(Protocol):
-    """Replaces programs and transfers."""
+    """Replacement for programs and transfers during a rehearsal."""
 
     memory: Memory
     devices: Sequence[Device]
-    """Participating devices of this process."""
+    """Devices of this process that take part."""
 
     def run(self, program: PyTree, args: tuple[PyTree, ...]) -> PyTree:
-        """Returns the results of a program, as abstract arrays."""
+        """Returns the results of a program as abstract arrays."""
         ...
 
 
@@ -185,13 +185,13 @@ _ONE_SHARD = ContextVar[bool]("one_shard", default=False)
 
 
 def current_rehearsal() -> Rehearsal | None:
-    """The rehearsal of this thread; None outside of a rehearsal."""
+    """Returns the rehearsal of this thread; None outside of a rehearsal."""
     return _CURRENT.get()
 
 
 @contextmanager
 def rehearsing(rehearsal: Rehearsal) -> Iterator[None]:
-    """Sends programs and transfers to `rehearsal`."""
+    """Redirects programs and transfers to `rehearsal`."""
     token = _CURRENT.set(rehearsal)
     try:
         yield
@@ -201,9 +201,9 @@ def rehearsing(rehearsal: Rehearsal) -> Iterator[None]:
 
 @contextmanager
 def on_one_shard() -> Iterator[None]:
-    """Objects built in this context treat the devices of one batch shard as all devices of this process.
+    """Makes objects built in this context treat the devices of one batch shard as all devices of this process.
 
-    The devices of other shards have the same work or less, and need not be rehearsed.
+    The devices of other shards do the same work or less, so they need not be rehearsed.
     """
     token = _ONE_SHARD.set(True)
     try:
@@ -213,14 +213,14 @@ def on_one_shard() -> Iterator[None]:
 
 
 def local_devices(mesh: Mesh) -> list[Device]:
-    """The devices of a mesh this process computes with; under `on_one_shard`, only one batch shard of them."""
+    """Returns the devices of a mesh that this process computes with; `on_one_shard` limits them to one batch shard."""
     devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    # The devices of a shard are contiguous in a mesh.
+    # The devices of a batch shard are contiguous in a mesh.
     return devices[: mesh.size // batch_shards(mesh)] if _ONE_SHARD.get() else devices
 
 
 def put_abstract(values: PyTree, sharding: Sharding, purpose: str) -> PyTree:
-    """Abstract arrays for these host arrays; None outside of a rehearsal."""
+    """Returns abstract arrays for these host arrays; None outside of a rehearsal."""
     rehearsal = current_rehearsal()
     if rehearsal is None:
         return None
@@ -235,13 +235,13 @@ def put_abstract(values: PyTree, sharding: Sharding, purpose: str) -> PyTree:
 def create_abstract_array(
     description: Description, memory: Memory, purpose: str, *, queued: bool = False, size: int | None = None
 ) -> AbstractArray:
-    """Creates an array; `size` is its number of bytes on the device, computed if None."""
+    """Creates an abstract array. `size` is its number of bytes on the device; None computes it."""
     size = description.bytes_on(memory.device) if size is None else size
     return AbstractArray(description, Buffer(memory, purpose, size, queued=queued) if size else None, memory.calls)
 
 
 def join_parts(shape: tuple[int, ...], sharding: Sharding, parts: Sequence[PyTree]) -> PyTree:
-    """As `jax.make_array_from_single_device_arrays`, also for abstract arrays; does not copy data."""
+    """Same as `jax.make_array_from_single_device_arrays`, but also for abstract arrays. Does not copy data."""
     if isinstance(parts[0], AbstractArray):
         buffer = next((part.buffer for part in parts if part.buffer is not None), None)
         return AbstractArray(Description(shape, parts[0].dtype, sharding), buffer, parts[0].call)

@@ -1,4 +1,4 @@
-"""Sharded arrays built block by block on their devices: the host never holds a large array as a whole."""
+"""Sharded arrays that are built block by block on their devices; the host never holds a large array as a whole."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from lm_trainer.core.jax_types import Device, PyTree
 from lm_trainer.parallel.rehearsal import put_abstract
 
 HOST_BYTES = 64 * 2**20
-"""Maximum size of a block that is assembled on the host: a few copies of it are affordable, and one large transfer is
-faster than many small ones."""
+"""Maximum size of a block that is assembled on the host, in bytes. The host can afford a few copies of this size, and
+one large transfer is faster than many small ones."""
 
 Slices = tuple[slice, ...]
 Parts = Iterable[tuple[tuple[int, ...], np.ndarray]]
 """Parts of a block, each with its offset inside the block."""
 ReadParts = Callable[[Slices], Parts]
-"""From a block of the array (a slice with start and stop for each dimension) to its parts, each with its offset inside
-the block."""
+"""Reads a block of the array, given as a slice with start and stop for each dimension. Returns its parts, each with its
+offset inside the block."""
 
 
 def replicate(value: np.generic, mesh: Mesh) -> jax.Array:
-    """Puts a scalar on every device of the mesh; all processes must pass the same value.
+    """Puts a scalar on every device of the mesh. All processes must pass the same value.
 
-    `jax.device_put` would make the processes compare their values, and so wait for one another.
+    `jax.device_put` would make the processes compare their values, and thus wait for one another.
     """
     sharding = NamedSharding(mesh, PartitionSpec())
     if (rehearsed := put_abstract(value, sharding, "batch")) is not None:
@@ -39,16 +39,16 @@ def replicate(value: np.generic, mesh: Mesh) -> jax.Array:
 
 
 def shards_by_device(array: jax.Array) -> dict[Device, jax.Array]:
-    """The parts of an array on the devices of this process; does not copy data."""
+    """Returns the parts of an array on the devices of this process, without copying data."""
     return {shard.device: shard.data for shard in array.addressable_shards}
 
 
 def index_on_host(array: np.ndarray | jax.Array, index: tuple[int, ...]) -> np.ndarray:
-    """`array[index]` in host memory, assembled from the shards, without a gather on a device.
+    """Returns `array[index]` in host memory, assembled from the shards without a gather on a device.
 
     Args:
-        array: an array whose shards are all on devices of this process.
-        index: index of the first dimensions.
+        array: an array all of whose shards are on devices of this process.
+        index: index into the first dimensions.
     """
     if not isinstance(array, jax.Array):
         return np.asarray(array)[index]
@@ -58,7 +58,7 @@ def index_on_host(array: np.ndarray | jax.Array, index: tuple[int, ...]) -> np.n
     for shard in array.addressable_shards:
         bounds = [part.indices(size)[:2] for part, size in zip(shard.index, array.shape, strict=True)]
         indexed, remaining = bounds[: len(index)], bounds[len(index) :]
-        # One copy of each replicated shard is read.
+        # Only one copy of each replicated shard is read.
         if shard.replica_id == 0 and all(start <= i < stop for i, (start, stop) in zip(index, indexed, strict=True)):
             local = tuple(i - start for i, (start, _) in zip(index, indexed, strict=True))
             result[tuple(slice(*limits) for limits in remaining)] = np.asarray(shard.data[local])
@@ -66,11 +66,11 @@ def index_on_host(array: np.ndarray | jax.Array, index: tuple[int, ...]) -> np.n
 
 
 def gather_to_host(array: jax.Array, *, device_bytes: int = HOST_BYTES) -> np.ndarray:
-    """Copies an array sharded over several processes to the host; all processes must call it, and all get the array.
+    """Copies an array that is sharded over processes to the host of each process. All processes must call it.
 
     Args:
         array: an array with a `NamedSharding`.
-        device_bytes: bytes that are gathered on each device at a time, if the first dimension is not sharded.
+        device_bytes: number of bytes that are gathered on each device at a time, if the first dimension is not sharded.
     """
     sharding: PyTree = array.sharding
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
@@ -89,15 +89,15 @@ def gather_to_host(array: jax.Array, *, device_bytes: int = HOST_BYTES) -> np.nd
 def make_sharded_array(
     shape: tuple[int, ...], dtype: DTypeLike, sharding: Sharding, parts: ReadParts, *, host_bytes: int = HOST_BYTES
 ) -> jax.Array:
-    """Builds an array; this process reads only the blocks that its devices hold.
+    """Builds an array. This process reads only the blocks that its devices hold.
 
     Args:
         shape: shape of the global array.
-        dtype: dtype of the array; parts in another dtype are cast, rounding to nearest.
+        dtype: dtype of the array; parts in another dtype are cast with rounding to nearest.
         sharding: sharding of the array.
-        parts: reads a block; called once for devices that hold the same block.
-        host_bytes: maximum size of blocks that are assembled on the host; larger ones are written part by part on the
-            device.
+        parts: reads a block. Called once per block, even if several devices hold it.
+        host_bytes: maximum size in bytes of blocks that are assembled on the host; larger blocks are written part by
+            part on the device.
     """
     blocks: dict[tuple[tuple[int, int], ...], list[Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -125,19 +125,19 @@ def _assemble_on_devices(
 ) -> list[jax.Array]:
     blocks = [jnp.zeros(shape, dtype, device=device) for device in devices]
     for offset, part in parts:
-        # Offsets are arguments, not constants: one compiled program writes all parts of a shape.
-        # The host casts, as for small blocks, which halves the transfer if the cast is to bfloat16.
+        # Offsets are arguments, not constants, so that one compiled program writes all parts of a shape.
+        # Cast on the host, as for small blocks, because this halves the transfer if the cast is to bfloat16.
         cast = part.astype(dtype, copy=False)
         start = tuple(np.int32(i) for i in offset)
         placed = [jax.device_put((cast, start), device) for device in devices]
         blocks = [_write(block, *arguments) for block, arguments in zip(blocks, placed, strict=True)]
-        # Copies are asynchronous: without waiting, the parts would accumulate on the host.
+        # Copies are asynchronous; without waiting, the parts would accumulate on the host.
         jax.block_until_ready(blocks)
     return blocks
 
 
-# The block is donated, so writing a part does not copy it.
+# The block is donated, so writing a part does not copy the block.
 @partial(jax.jit, donate_argnums=0)
 def _write(block: jax.Array, part: jax.Array, offset: tuple[jax.Array, ...]) -> jax.Array:
-    """Writes `part` to `block` at `offset`, in place."""
+    """Writes `part` into `block` at `offset`, in place."""
     return jax.lax.dynamic_update_slice(block, part, offset)

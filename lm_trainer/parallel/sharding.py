@@ -1,6 +1,6 @@
-"""Shardings of the arrays of the training state: in storage, during computation, and while gradients are summed.
+"""Shardings of the arrays of the training state in storage, during computation, and while gradients are summed.
 
-They follow from shapes and logical axes. Everything that decides the order of a sum is independent of the mesh.
+They follow from shapes and logical axes. Nothing that determines the order of a sum depends on the mesh.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ class ParamSharding:
     """Shardings of a parameter, its gradient and its optimizer moments, and the partitioning of sums over it."""
 
     storage: PartitionSpec
-    """Between steps."""
+    """Sharding between steps."""
     compute: PartitionSpec
-    """During computation of a microbatch: gathered over the batch axes."""
+    """Sharding while a microbatch is computed: gathered over the batch axes."""
     scatter_dim: int | None
-    """The dimension along which gradients are reduce-scattered; None if no dimension is divisible."""
+    """Dimension along which gradients are reduce-scattered; None if no dimension is divisible."""
     scatter_chunks: int
-    """Maximum number of shards that `scatter_dim` can be split into: a power of two that follows from the shape and the
-    maximum number of devices of a run, never from the mesh."""
+    """Maximum number of shards that `scatter_dim` can be split into. It is a power of two that follows from the shape
+    and the maximum number of devices of a run, never from the mesh."""
     norm_grid: tuple[int, ...] = ()
-    """Blocks along each dimension whose squares are summed separately; empty: one along each. No sharding of the state
-    is finer, so every block is on one device and no sharding decides the order of additions."""
+    """Number of blocks along each dimension whose squares are summed separately; empty: one along each. No sharding of
+    the state is finer, so every block is on one device and no sharding determines the order of additions."""
 
 
 def plan_shardings(
@@ -46,18 +46,18 @@ def plan_shardings(
 ) -> dict[str, ParamSharding]:
     """Plans the sharding of every parameter.
 
-    A dimension not divisible by the batch axes of the mesh is replicated, with a warning. A dimension not
-    divisible by another axis is an error, because the user requested that axis by name.
+    A dimension that is not divisible by the batch axes of the mesh is replicated, with a warning. A dimension that is
+    not divisible by another axis is an error, because the user requested that axis by name.
 
     Args:
         leaves: name -> (shape, logical axes) of the parameters.
         mesh: device mesh.
         param_rules: rules for storage.
-        compute_rules: rules for computation; its batch axes are ignored.
-        max_shards: maximum number of shards of a batch (the number of microbatches).
+        compute_rules: rules for computation; batch axes in them are ignored.
+        max_shards: maximum number of shards of a batch, which is the number of microbatches.
 
     Raises:
-        UserError: two axes of a parameter are mapped to one mesh axis, or a dimension is not divisible.
+        UserError: if two axes of a parameter are mapped to the same mesh axis, or a dimension is not divisible.
     """
     shardings, replicated = {}, []
     for name, (shape, axes) in leaves.items():
@@ -67,12 +67,13 @@ def plan_shardings(
         storage = _drop_uneven(shape, requested, mesh)
         if storage != requested:
             replicated.append(name)
-        # `requested`, not `storage`: another mesh may shard what this mesh cannot, and both must add in the same order.
+        # `requested`, not `storage`: another mesh may be able to shard what this mesh cannot, and both must add in the
+        # same order.
         dim = _scatter_dim(shape, requested, compute)
         chunks = 1 if dim is None else _common_power_of_two(shape[dim], max_shards)
         grid = _norm_grid(shape, requested, mesh, max_shards)
         shardings[name] = ParamSharding(storage, compute, dim if chunks > 1 else None, chunks, grid)
-    # An abstract mesh is not used for training, so no warning is needed.
+    # An abstract mesh is not used for training, so it needs no warning.
     if replicated and isinstance(mesh, Mesh):
         logger.warning("not sharded, because the data axis does not divide them: %s", ", ".join(replicated))
     return shardings
@@ -103,26 +104,28 @@ def _drop_uneven(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> Par
 
 
 def _scatter_dim(shape: tuple[int, ...], storage: PartitionSpec, compute: PartitionSpec) -> int | None:
-    """The dimension that storage shards over the batch axes; else the one with most factors of two, then the largest.
+    """Returns the dimension that storage shards over the batch axes; else the one with most factors of two, then
+    largest.
 
-    `storage` is the sharding the rules request, not the one possible on this mesh: the choice must be the same on
-    every mesh.
+    `storage` is the sharding that the rules request, not the one that this mesh allows, because the choice must be the
+    same on every mesh.
     """
     for dim, entry in enumerate(storage):
         if any(a in BATCH_AXES for a in spec_axes(entry)):
-            # Sums scattered along this dimension have storage sharding. If another axis already shards it during
-            # computation, the two shardings do not nest, and the gradient is summed as a vector.
+            # Sums scattered along this dimension have the storage sharding. If another axis already shards the
+            # dimension during computation, the two shardings do not nest, and the gradient is summed as a vector.
             return dim if not spec_axes(compute[dim]) else None
     free = [d for d in range(len(shape)) if not spec_axes(compute[d])]
-    # `n & -n` is the largest power of two that divides n: the dimension can be split over the most devices.
+    # `n & -n` is the largest power of two that divides n; such a dimension can be split over the most devices.
     return max(free, key=lambda d: (shape[d] & -shape[d], shape[d]), default=None)
 
 
 def _norm_grid(shape: tuple[int, ...], storage: PartitionSpec, mesh: Mesh, max_shards: int) -> tuple[int, ...]:
-    """The blocks along each dimension, such that any sharding over the batch axes consists of whole blocks.
+    """Returns the number of blocks along each dimension, such that any sharding over the batch axes has whole blocks.
 
-    Every dimension is split, not only the dimension that is sharded in storage, so `fsdp_axis` decides no bit
-    either. The shards of the other axes are split separately: a block across two of them would be on two devices.
+    Every dimension is split, not only the dimension that is sharded in storage, so that `fsdp_axis` does not affect any
+    bit either. The shards of the other axes are split separately, because a block across two shards would be on two
+    devices.
     """
     fixed = [math.prod(mesh.shape[a] for a in spec_axes(entry) if a not in BATCH_AXES) for entry in storage]
     return tuple(
@@ -131,6 +134,6 @@ def _norm_grid(shape: tuple[int, ...], storage: PartitionSpec, mesh: Mesh, max_s
 
 
 def _common_power_of_two(size: int, max_shards: int) -> int:
-    """The largest power of two that divides `size` and `max_shards`."""
+    """Returns the largest power of two that divides both `size` and `max_shards`."""
     common = math.gcd(size, max_shards)
     return common & -common

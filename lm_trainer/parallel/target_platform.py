@@ -1,4 +1,4 @@
-"""The platform that programs are compiled for, which may differ from the platform that compiles them."""
+"""Platform that programs are compiled for, which may differ from the platform of the process that compiles them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _platform = jax.make_user_context(None)
 
 
 def target_platform() -> str:
-    """The platform the traced program is to run on: `cpu`, `gpu` or `tpu`."""
+    """Returns the platform that the traced program will run on: `cpu`, `gpu` or `tpu`."""
     return _platform.value or jax.default_backend()
 
 
 def compiling_for(platform: str) -> AbstractContextManager[object]:
-    """Makes models choose kernels for `platform`, while this thread compiles for devices of another machine.
+    """Makes models choose kernels for `platform` while this thread compiles for devices of another machine.
 
-    Threads started in this context must enter it themselves, as in `compile_on_each`.
+    Threads that are started in this context must enter it themselves, as `compile_on_each` does.
     """
     return _platform(platform)

@@ -1,6 +1,6 @@
-"""A sum as one fixed binary tree of additions, independent of the devices that compute its parts.
+"""A sum as one fixed binary tree of additions, which does not depend on the devices that compute its parts.
 
-Eight terms on one device, on two, on four and on three add up in the same order:
+Eight terms on one, two, four or three devices are added in the same order:
 
     1 device     ((a + b) + (c + d)) + ((e + f) + (g + h))
     2 devices    [(a + b) + (c + d)] + [(e + f) + (g + h)]          [ ]: partial sum of one device
@@ -24,13 +24,13 @@ Item = TypeVar("Item")
 
 
 class TreeSum(Generic[Item]):
-    """Adds `count` items that arrive one by one, in the order of a fixed tree, holding only log2(count) partial sums.
+    """Adds `count` items that arrive one by one, in the order of a fixed tree. Holds only log2(count) partial sums.
 
-    With count = odd * 2^k the leaves of the binary tree are runs of `odd` items, added from the left. The tree over
-    any aligned 1/2^j of the items is a subtree of the tree over all items, so devices can share the work.
+    With count = odd * 2^k, the leaves of the binary tree are runs of `odd` items, which are added from left to right.
+    The tree over any aligned 1/2^j of the items is a subtree of the tree over all items, so devices can share the work.
 
-    Items may start at any position: partial sums that cannot be added without earlier or later items are kept
-    separately, and `push` accepts such partial sums too.
+    Items may start at any position. Partial sums that cannot be added yet, because earlier or later items are missing,
+    are kept separately, and `push` accepts such partial sums too.
 
     Args:
         count: total number of items.
@@ -42,9 +42,9 @@ class TreeSum(Generic[Item]):
         self._count, self._run = count, count // (count & -count)
         self._next = first
         self._add = add
-        # Sums of neighbours that cannot be added yet, with the items of each. Starting from item 0 it is a binary
-        # counter of subtrees and at most one unfinished run. Emptied by `pop`, so it holds no reference to an
-        # array that `add` has consumed.
+        # Sums of neighbouring items that cannot be added yet, with the range of items of each. If they start from item
+        # 0, this is a binary counter of subtrees and at most one unfinished run. `pop` removes entries, so that the
+        # list has no reference to an array that `add` has consumed.
         self._parts: list[tuple[range, Item]] = []
 
     def push(self, item: Item, length: int = 1) -> None:
@@ -57,18 +57,18 @@ class TreeSum(Generic[Item]):
             self._parts.append((joined, self._add(self._parts.pop()[1], right)))
 
     def _can_add(self, left: range, right: range) -> bool:
-        """True if the tree has a node whose operands are the sums of these neighbours."""
+        """Returns true if the tree has a node whose operands are the sums of these neighbours."""
         if len(left) < self._run:
             return left.start % self._run == 0 and len(right) == 1
-        # Complete runs: the left one of two subtrees of the same height has an even index.
+        # For complete runs, the left one of two subtrees of the same height must have an even index.
         return len(left) == len(right) and left.start // len(left) % 2 == 0
 
     def partial_sums(self) -> list[tuple[range, Item]]:
-        """The sums that cannot be added without further items, each with the range of its items, in order."""
+        """Returns the sums that cannot be added without further items, in order, each with the range of its items."""
         return self._parts
 
     def result(self) -> Item:
-        """Returns the sum of all items, after all have been pushed."""
+        """Returns the sum of all items. All items must have been pushed."""
         if [terms for terms, _ in self._parts] != [range(self._count)]:
             raise ValueError(f"{self._next} of {self._count} items were pushed")
         return self._parts[0][1]
@@ -76,14 +76,14 @@ class TreeSum(Generic[Item]):
 
 @dataclass(frozen=True)
 class Shares:
-    """Division of the terms of a sum among shards: contiguous terms for each shard, one more for the first shards."""
+    """Division of the terms of a sum among shards: contiguous terms, where the first shards may have one term more."""
 
     count: int
-    """Number of terms, at least one for each shard."""
+    """Number of terms, at least one per shard."""
     shards: int
 
     def terms(self, shard: int) -> range:
-        """The terms of a shard."""
+        """Returns the range of terms of a shard."""
         least, more = divmod(self.count, self.shards)
         first = shard * least + min(shard, more)
         return range(first, first + least + (shard < more))
@@ -95,12 +95,12 @@ class Shares:
 
     @property
     def is_even(self) -> bool:
-        """True if each shard computes one subtree of the same size: `tree_sum` over the shards is then the sum."""
+        """True if each shard computes a subtree of the same size, so that `tree_sum` over the shards is the sum."""
         return self.shards & (self.shards - 1) == 0 and self.count % self.shards == 0
 
     @property
     def parts(self) -> list[list[range]]:
-        """The partial sums of each shard: the terms of each."""
+        """Ranges of terms of the partial sums of each shard."""
         return _partial_sums(self)
 
     @property
@@ -110,7 +110,7 @@ class Shares:
 
     @property
     def max_held(self) -> int:
-        """Maximum number of items a shard holds while it adds its terms: partial sums and the new item."""
+        """Maximum number of items that a shard holds while it adds its terms: partial sums and the new item."""
         return _max_held(self)
 
     def iterate_tree_sums(self, shard: int) -> Iterator[TreeSum[None]]:
@@ -123,10 +123,10 @@ class Shares:
             yield tree
 
     def add_partial_sums(self, sums: Sequence[Sequence[Item]], add: Callable[[Item, Item], Item]) -> Item:
-        """The sum of all terms.
+        """Returns the sum of all terms.
 
         Args:
-            sums: for each shard the sums of its `parts`; additional entries are ignored.
+            sums: for each shard, the sums of its `parts`; additional entries are ignored.
             add: as for `TreeSum`.
         """
         tree = TreeSum(self.count, add)
@@ -136,14 +136,14 @@ class Shares:
         return tree.result()
 
 
-# Called in every step, with a new object.
+# Cached: called in every step, with an equal object that is newly created each time.
 @cache
 def _partial_sums(shares: Shares) -> list[list[range]]:
     ended = [deque(shares.iterate_tree_sums(shard), maxlen=1).pop() for shard in range(shares.shards)]
     return [[terms for terms, _ in tree.partial_sums()] for tree in ended]
 
 
-# A plan calls it repeatedly, and there may be a hundred thousand terms.
+# Cached: a plan calls it repeatedly, and there may be a hundred thousand terms.
 @cache
 def _max_held(shares: Shares) -> int:
     before_terms = (
@@ -153,10 +153,10 @@ def _max_held(shares: Shares) -> int:
 
 
 def tree_sum(x: jax.Array) -> jax.Array:
-    """Sums over axis 0, of any length of at least 1, in the order of `TreeSum`."""
+    """Returns the sum over axis 0, whose length is at least 1, in the order of `TreeSum`."""
     count = x.shape[0]
     run = count // (count & -count)
-    # Additions are written out individually: inside a `reduce` a compiler chooses the order.
+    # Additions are written out individually, because inside a `reduce` the compiler chooses the order.
     x = x.reshape(count // run, run, *x.shape[1:])
     total = x[:, 0]
     for i in range(1, run):
@@ -167,7 +167,7 @@ def tree_sum(x: jax.Array) -> jax.Array:
 
 
 def sum_slices(x: jax.Array) -> jax.Array:
-    """As `tree_sum`, for few large slices: reads all of them in one pass over memory.
+    """Same as `tree_sum`, for a few large slices: reads all of them in one pass over memory.
 
     `tree_sum` writes and reads the halves at each level of the tree.
     """

@@ -1,4 +1,4 @@
-"""Plans of runs without any accelerator: memory, FLOPs, time and cost."""
+"""Plans of runs, which need no accelerator: memory, FLOPs, time and cost."""
 
 from lm_trainer.plan.devices import DeviceGroup, emulate_devices, parse_bytes, parse_devices
 from lm_trainer.plan.layouts import Layout

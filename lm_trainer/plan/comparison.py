@@ -14,38 +14,38 @@ from lm_trainer.plan.table import align_columns, format_bytes, format_duration
 
 @dataclass(frozen=True)
 class PlannedConfig:
-    """A configuration on some devices."""
+    """A configuration and the devices it is planned for."""
 
     config: str
-    """The name of the configuration."""
+    """Name of the configuration."""
     devices: str
-    """The devices as written by the user."""
+    """Devices as written by the user."""
     plan: RunPlan | None
-    """None if the devices cannot share the work."""
+    """The plan; None if the devices cannot share the work."""
     refused: str | None = None
-    """The reason, if `plan` is None."""
+    """Reason why `plan` is None."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, in SI units."""
+        """Returns plain data for JSON, in SI units."""
         named = {"config": self.config, "wanted": self.devices, "refused": self.refused}
         return named if self.plan is None else {**named, **self.plan.as_dict(), **throughput_and_fit(self.plan)}
 
 
 def throughput_and_fit(plan: RunPlan) -> dict[str, Any]:
-    """Tokens per second at the assumed MFU, and whether the run fits; None if unknown."""
+    """Returns tokens per second at the assumed MFU, and whether the run fits; None if unknown."""
     fits = None if plan.budget is None else plan.memory.peak.bytes <= plan.budget.bytes
     per_second = None if plan.time is None else plan.work.tokens_per_step / plan.time.step_seconds
     return {"fits": fits, "tokens_per_second": per_second}
 
 
 def parse_prices(texts: Sequence[str]) -> Mapping[str, float]:
-    """Parses prices per device-hour: `2.5` for all kinds, or `H100=2.5` for one.
+    """Parses prices per device-hour: `2.5` for all kinds of device, or `H100=2.5` for one kind.
 
     Returns:
-        Kind in lower case ("" for all kinds) -> price.
+        A mapping from kind in lower case ("" for all kinds) to price.
 
     Raises:
-        UserError: if a price is not a number, or negative.
+        UserError: if a price is not a number or is negative.
     """
     price_list = {}
     for text in texts:
@@ -61,11 +61,11 @@ def parse_prices(texts: Sequence[str]) -> Mapping[str, float]:
 
 
 def find_price(group: DeviceGroup, devices: str, price_list: Mapping[str, float]) -> float | None:
-    """The price per device-hour; None if none is given.
+    """Returns the price per device-hour; None if no price is given.
 
     Args:
         group: the devices.
-        devices: as written by the user, such as `8xH100` or `v5e:4x4`.
+        devices: the devices as written by the user, such as `8xH100` or `v5e:4x4`.
         price_list: the result of `parse_prices`.
     """
     written = devices.lower()
@@ -79,7 +79,7 @@ def _device_names(written: str) -> tuple[str, ...]:
 
 
 def comparison_lines(plans: Sequence[PlannedConfig]) -> Iterator[str]:
-    """A table with one row per plan, and the reasons for missing plans."""
+    """Yields the lines of a table with one row per plan, and the reasons for missing plans."""
     priced = any(
         planned.plan is not None and planned.plan.time is not None and planned.plan.time.cost is not None
         for planned in plans

@@ -17,21 +17,22 @@ SPARSE_CORES = " ".join(
         f"{_OFFLOAD}_nd_reduce_scatter",
     )
 )
-"""For LIBTPU_INIT_ARGS: keeps all-gathers and reduce-scatters, and overlaps them with matrix products."""
+"""Value for LIBTPU_INIT_ARGS that keeps all-gathers and reduce-scatters, and overlaps them with matrix products."""
 _MOSTLY = 10
-"""Ratio of all-reduce to all-gather bytes above which some all-reduces must be converted gathers: if only sums are
-all-reduces, both are of about the same size."""
+"""Ratio of all-reduce bytes to all-gather bytes above which some all-reduces must be converted all-gathers. If all
+all-reduces are sums, both have about the same number of bytes."""
 
 
 def all_gather_advice(group: DeviceGroup, mesh: Mapping[str, int], programs: Sequence[ProgramWork]) -> str | None:
-    """Advice for a step whose all-gathers were compiled to all-reduces of twice the bytes, else None.
+    """Returns advice for a step whose all-gathers were compiled to all-reduces of twice the bytes; None for other
+    steps.
 
-    The compiler does this for collectives over all chips of a v5p slice that is a full torus, 4x4x4 and larger.
+    The compiler does this for collectives over all chips of a v5p slice that is a full torus (4x4x4 or larger).
 
     Args:
         group: the target devices of the programs.
         mesh: axis -> size; parameters are sharded over `data`.
-        programs: the programs of a step.
+        programs: compiled programs of a step.
     """
     if group.kind != "TPU v5" or mesh.get("data", 1) == 1:
         return None

@@ -1,4 +1,4 @@
-"""The devices of a plan: number, kind, usable memory, and emulation by CPU devices."""
+"""Devices of a plan: their number, kind and usable memory, and their emulation by CPU devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lm_trainer.profile.devices import device_kind, device_memory, device_platfo
 from lm_trainer.run.config.trainer_config import TrainerConfig
 
 _LIMIT = 4096
-"""Maximum number of emulated devices; with more, creating them and planning collectives takes minutes."""
+"""Maximum number of emulated devices. With more, creating them and planning collectives takes minutes."""
 _UNITS = {
     "B": 1,
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
@@ -28,28 +28,28 @@ _UNITS = {
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """A number of devices of one kind."""
+    """Devices of one kind, and their number."""
 
     count: int
     kind: str
-    """Equal to `jax.Device.device_kind`."""
+    """Kind as in `jax.Device.device_kind`."""
     topology: str | None = None
-    """The topology of a TPU slice, such as `4x4x4`, if given."""
+    """Topology of a TPU slice, such as `4x4x4`, if given."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The memory a run may use on each device."""
+    """Memory that a run may use on each device."""
 
     bytes: int
     origin: str
 
 
 def parse_devices(text: str) -> DeviceGroup:
-    """Reads `8xH100`, `8xNVIDIA H100 80GB HBM3`, or `v5p:4x4x4`, the chips of a TPU slice.
+    """Parses `8xH100`, `8xNVIDIA H100 80GB HBM3`, or `v5p:4x4x4`, which means the chips of a TPU slice.
 
     Raises:
-        UserError: for another format, or an unknown device.
+        UserError: if the format is different or the device is unknown.
     """
     if slice_ := re.fullmatch(r"\s*(.*\S)\s*:\s*(\d+(?:x\d+){1,2})\s*", text):
         kind, count = device_kind(slice_[1]), math.prod(int(size) for size in slice_[2].split("x"))
@@ -66,10 +66,10 @@ def parse_devices(text: str) -> DeviceGroup:
 
 
 def parse_bytes(text: str) -> int:
-    """Reads a number and a unit: `80GiB`, `24 GB`.
+    """Parses a number with a unit, such as `80GiB` or `24 GB`.
 
     Raises:
-        UserError: for another format.
+        UserError: if the format is different.
     """
     units = {unit.lower(): factor for unit, factor in _UNITS.items()}
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
@@ -79,17 +79,17 @@ def parse_bytes(text: str) -> int:
 
 
 def memory_budget(kind: str, memory: int | None = None) -> Budget | None:
-    """The memory of a device for a run; None if unknown.
+    """Returns the memory of a device that a run may use; None if unknown.
 
-    `memory` in bytes, else the fraction of the datasheet's figure that JAX allocates.
+    This is `memory` (in bytes) if given, otherwise the fraction of the datasheet's figure that JAX allocates.
 
     Raises:
-        UserError: if XLA_CLIENT_MEM_FRACTION, or its former name, is not a fraction.
+        UserError: if XLA_CLIENT_MEM_FRACTION, or the variable's former name, is not a fraction.
     """
     if memory is not None:
         return Budget(memory, "--memory")
     datasheet = device_memory(kind)
-    # On a GPU, JAX preallocates a fraction of the memory and manages it; on a TPU, it uses all memory.
+    # On a GPU, JAX preallocates a fraction of the memory and manages it. On a TPU, it uses all memory.
     if datasheet is None or device_platform(kind) != "gpu":
         return None if datasheet is None else Budget(datasheet.bytes, datasheet.source)
     variable = next((name for name in MEMORY_VARIABLES if os.environ.get(name)), None)
@@ -105,12 +105,12 @@ def memory_budget(kind: str, memory: int | None = None) -> Budget | None:
 
 
 def emulate_devices(trainer: TrainerConfig, count: int) -> Sequence[Any]:
-    """Emulates `count` accelerators by CPU devices, with the JAX settings of a run except its platform.
+    """Emulates `count` accelerators by CPU devices, with the run's JAX settings except the platform.
 
     Raises:
-        UserError: if JAX is initialised already, with other devices.
+        UserError: if JAX is already initialised with other devices.
     """
-    # JAX fixes platform and number of devices on first use: all settings must be made before.
+    # JAX fixes the platform and the number of devices on first use, so all settings must be made before.
     settings = {**trainer.jax_config, "jax_platforms": "cpu", "jax_num_cpu_devices": count}
     configure_jax(settings, trainer.jax_compilation_cache_dir, trainer.cpu_threads)
     devices = jax.devices()
@@ -118,5 +118,5 @@ def emulate_devices(trainer: TrainerConfig, count: int) -> Sequence[Any]:
         raise UserError(
             f"JAX runs already, with {len(devices)} x {devices[0].device_kind}, not {count} emulated devices"
         )
-    # A process that initialised JAX before may have more devices.
+    # If JAX was initialised earlier in this process, there may be more devices.
     return devices[:count]

@@ -1,4 +1,4 @@
-"""The memory of a step without compilation and devices: a rehearsal, and formulas for temporary memory."""
+"""Estimates the memory of a step without compilation or devices: a rehearsal, and formulas for temporary memory."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from lm_trainer.step.state.state_sharding import StateSharding
 from lm_trainer.step.state.train_state import abstract_state
 
 MICROBATCH, LAYER, HEAD, STEP = "microbatch", "layer 0 gradient", "leave gradient", "step"
-"""Programs that compute gradients: of the full model; layer by layer, of a layer and of the head; and the single
-program of `determinism: fast`."""
+"""Programs that compute gradients: the program of the full model; for layer-by-layer gradients, the programs of a layer
+and of the head; and the single program of `determinism: fast`."""
 
 _FLOAT32 = 4
 _LAYERS_AT_ONCE = 2
-"""Layers XLA holds gathered at a time: it gathers one while it computes with the other."""
+"""Number of layers that XLA holds gathered at a time: it gathers one layer while it computes with another."""
 
 Temporary = Mapping[str, int]
-"""Name of a program of one microbatch -> bytes of its temporary memory."""
+"""Maps the name of a program of one microbatch to the size in bytes of its temporary memory."""
 
 
 @dataclass(frozen=True)
 class DescribedDevice:
-    """A description of a missing device: enough of `jax.Device` for shardings and traces."""
+    """Description of an absent device, with the attributes of `jax.Device` that shardings and traces need."""
 
     id: int
     platform: str
@@ -55,7 +55,7 @@ class DescribedDevice:
 
 
 class Traces:
-    """A cache of traced models and programs, for all layouts of one run on one kind of device."""
+    """Cache of traced models and programs, for all layouts of one run on one kind of device."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -63,7 +63,7 @@ class Traces:
         self._programs = dict[Any, MeasuredProgram]()
 
     def trace_model_once(self, config: RunConfig) -> ModelDef:
-        """The model of a configuration."""
+        """Returns the traced model of a configuration."""
         key = config.model.model_dump_json()
         if key not in self._models:
             self._models[key] = trace_model(config, self.vocab_size)
@@ -72,8 +72,8 @@ class Traces:
     def measure_program(
         self, config: RunConfig, program: StepProgram, key: Key, args: tuple[Any, ...]
     ) -> MeasuredProgram:
-        """A program of a step, without its temporary memory."""
-        # Everything else that changes a program is reflected in the shapes and shardings of its arguments.
+        """Returns the measurements of a program of a step, without its temporary memory."""
+        # Everything else that affects a program is reflected in the shapes and shardings of its arguments.
         kind = (config.model.model_dump_json(), config.trainer.gather, config.trainer.determinism)
         if (kind, key) not in self._programs:
             self._programs[kind, key] = measure_traced(program, key, args)
@@ -88,20 +88,20 @@ def estimate_step(
     *,
     limit: int | None = None,
 ) -> PhaseBytes:
-    """The phase of a step with the highest memory of a device.
+    """Returns the phase of a step in which a device needs the most memory.
 
     Args:
-        config: of the run, with a complete model section.
-        group: the devices of the run, which need not be present.
-        temporary: the result of `estimate_temporary` or `compile_temporary`; other programs have no known temporary
-            memory.
-        traces: the cache of the run.
-        limit: early exit: the first phase with more bytes than this is returned.
+        config: configuration of the run, with a complete model section.
+        group: devices of the run, which need not be present.
+        temporary: result of `estimate_temporary` or `compile_temporary`. The temporary memory of other programs is
+            unknown.
+        traces: cache of the run.
+        limit: if given, the first phase that needs more bytes than this is returned immediately.
 
     Raises:
-        UserError: if the devices do not fit the configured mesh, or a sharding rule does not fit.
+        UserError: if the devices do not fit the configured mesh, or a sharding rule does not fit the model.
     """
-    # Layers in a loop are traced once.
+    # Layers that run in a loop are traced once.
     config = config.model_copy(update={"model": config.model.model_copy(update={"scan_layers": True})})
     model = traces.trace_model_once(config)
     config = with_resolved_gather(config, traces.vocab_size)
@@ -128,7 +128,7 @@ def estimate_step(
 
 
 def _bytes_inside_step(config: RunConfig, model: ModelDef, sharding: StateSharding) -> int:
-    """The parameters and gradients held inside the single program of `determinism: fast`."""
+    """Returns the size of the parameters and gradients that exist inside the single program of `determinism: fast`."""
     itemsize, num_layers = config.trainer.mp.compute_dtype.itemsize, config.model.num_layers
     shardings = {name: NamedSharding(sharding.mesh, specs.compute) for name, specs in sharding.params.items()}
     gathered = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[n]) for n, x in model.shapes.items()}
@@ -136,7 +136,8 @@ def _bytes_inside_step(config: RunConfig, model: ModelDef, sharding: StateShardi
     layers = bytes_per_device([gathered[name] for name in layered]) // num_layers
     unlayered = bytes_per_device([x for name, x in gathered.items() if name not in layered])
     stored = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.storage[n]) for n, x in model.shapes.items()}
-    # Parameters are gathered in the compute dtype. Gradients: of one microbatch, and their sum if there are several.
+    # Parameters are gathered in the compute dtype. Gradients are of one microbatch, plus their sum if there are
+    # several.
     plan = max(config.trainer.step_plan.microbatches.values, key=memory_sort_key)
     sums = 1 + (plan.divide_microbatches(sharding.mesh).max_terms > 1)
     in_parts = (_LAYERS_AT_ONCE * layers + unlayered) * itemsize // _FLOAT32
@@ -152,25 +153,25 @@ def estimate_temporary(
     fused: bool = False,
     axes: Mapping[str, int] | None = None,
 ) -> Temporary:
-    """Estimates the temporary memory of a microbatch's gradient.
+    """Estimates the temporary memory of the computation of a microbatch's gradient.
 
-    Counts the input of every block, the intermediates of one block, and the logits with their gradient; layer by layer,
-    the last two are separate programs.
+    Counts the input of every block, the intermediates of one block, and the logits with their gradient. For
+    layer-by-layer gradients, the last two are in separate programs.
 
-    Compared with XLA's figure for TPU v5e, for a Llama with 1.2 billion parameters and 2048 positions in bfloat16, it
-    is 5 % too low to 4 % too high with rematerialisation or `model_axis_size` 2, 7 % too low without rematerialisation,
-    and 14 % too low with `context_axis_size: 2`.
+    Compared with XLA's figure for TPU v5e, for a Llama with 1.2 billion parameters and 2048 positions in bfloat16, the
+    estimate is between 5 % too low and 4 % too high with rematerialisation or `model_axis_size` 2, 7 % too low without
+    rematerialisation, and 14 % too low with `context_axis_size: 2`.
 
     Args:
-        config: of the run, with a model of one kind of block.
-        vocab_size: rows of the token embedding.
-        itemsize: bytes per number in the compute dtype.
-        tokens: tokens in the microbatch.
-        fused: True if attention is a kernel that stores no scores.
-        axes: mesh axis -> number of devices, for the axes that share a microbatch; None means one device.
+        config: configuration of the run, whose model has one kind of block.
+        vocab_size: number of rows of the token embedding.
+        itemsize: number of bytes per element in the compute dtype.
+        tokens: number of tokens in the microbatch.
+        fused: True if attention uses a kernel that stores no scores.
+        axes: mesh axis -> number of devices, for the axes that share a microbatch; None: one device.
 
     Raises:
-        UserError: for a model with an encoder.
+        UserError: if the model has an encoder.
     """
     config, axes = with_resolved_gather(config, vocab_size), axes or {}
     model, spec = config.model, config.model.spec(vocab_size)
@@ -181,18 +182,18 @@ def estimate_temporary(
         )
     attention, mlp = spec.blocks[0].attention, spec.blocks[0].mlp
     total_tokens = tokens
-    # These axes divide rows or positions; tensor parallelism divides heads and the width of the MLP.
+    # These axes divide rows or positions, whereas tensor parallelism divides heads and the width of the MLP.
     tokens //= math.prod(axes.get(axis, 1) for axis in MODEL_PARALLEL_AXES)
     tensor = axes.get("model", 1)
     width, kv_width = attention.num_heads * attention.head_dim, attention.kv_heads * attention.head_dim
-    # For each token of a block: eight arrays as wide as the model (residuals, norms, inputs and outputs of attention
-    # and MLP), three as wide as the MLP (gate, up, their product), and query, key, value and output.
+    # Counts for each token of a block: eight arrays as wide as the model (residuals, norms, inputs and outputs of
+    # attention and MLP), three as wide as the MLP (gate, up, their product), and query, key, value and output.
     mlp_width = mlp.hidden_dim * (mlp.top_k if isinstance(mlp, MoeSpec) else 1)
     inside = 8 * spec.hidden_dim + (3 * mlp_width + 4 * width) // tensor
-    # Only results of products with weights.
+    # Counts only the results of products with weights.
     products = 2 * spec.hidden_dim + (2 * mlp_width + width + 2 * kv_width) // tensor
     # Scores of the current layer before and after the softmax, in float32, and also in the dtype of products if it
-    # differs; a ring holds the scores of one block of keys.
+    # differs. A ring holds the scores of only one block of keys.
     ring = attention.scores.backend == "ring"
     keys = (
         RingLayout.for_rows(attention, model.seq_len, 1).size if ring else attention.scores.block_size or model.seq_len
@@ -200,34 +201,35 @@ def estimate_temporary(
     pairs = 0 if fused else attention.num_heads // tensor * min(keys, model.seq_len)
     narrow = itemsize < _FLOAT32
     scores = pairs * (2 * _FLOAT32 + narrow * itemsize)
-    # Logits and their gradient are float32, for one block of tokens at a time.
+    # Logits and their gradient are float32, and exist for one block of tokens at a time.
     logits = 2 * _FLOAT32 * min(tokens, model.cross_entropy_block_size or tokens) * vocab_size
     block = tokens * (itemsize * inside + scores)
     if config.trainer.gathers_layers:
         return {LAYER: block, HEAD: logits}
     # Full rematerialisation stores only the input of each block; otherwise the intermediates of all blocks are stored
-    # for the backward pass. Compiled for a TPU v5e, norms and activations in bfloat16 also store their float32 terms.
+    # for the backward pass. Programs compiled for a TPU v5e also store the float32 terms of norms and activations in
+    # bfloat16.
     everything = inside * (2 * _FLOAT32 if narrow else itemsize) + scores
     stored_by_policy = {"full": itemsize * spec.hidden_dim, "dots_no_batch": itemsize * (spec.hidden_dim + products)}
     policy = model.remat if isinstance(model.remat, str) else ""
-    # A pipeline stage stores the activations of all rows in its layers, and idle steps store as much.
+    # A pipeline stage stores the activations of all rows in its layers, and idle steps store just as much.
     stages, rows = axes.get("pipeline", 1), max(1, total_tokens // model.seq_len)
     stored = round(len(spec.blocks) * (rows + stages - 1) / rows) * tokens * stored_by_policy.get(policy, everything)
     if not config.trainer.bitwise:
         return {STEP: stored + max(block, logits)}
-    # XLA makes a low-precision copy of unsharded parameters before the loop over layers.
+    # XLA makes a low-precision copy of unsharded parameters before the loop over the layers.
     layers = parameter_count(spec) - parameter_count(replace(spec, blocks=()))
     copy = narrow * itemsize * layers // (tensor * stages * axes.get("expert", 1))
     return {MICROBATCH: stored + max(block + copy, logits)}
 
 
 def compile_temporary(config: RunConfig, vocab_size: int) -> Temporary:
-    """As `estimate_temporary`, but measured: XLA compiles the run's microbatch for a device of this machine.
+    """Same as `estimate_temporary`, but measured: XLA compiles the run's microbatch for a device of this machine.
 
     Raises:
         UserError: if the backend does not report memory.
     """
-    # One device suffices: the program of a microbatch is the same on every mesh.
+    # One device suffices, because the program of a microbatch is the same on every mesh.
     setup = build_setup(config, vocab_size, jax.local_devices()[:1])
     compiled = setup.step.compile(random_batch(1, config.model.seq_len, vocab_size, config.model.features_shape))
     by_name = {MICROBATCH: compiled} if isinstance(compiled, Executable) else compiled.by_name

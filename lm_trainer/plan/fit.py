@@ -1,4 +1,4 @@
-"""Search for the largest microbatch that fits into a device's memory."""
+"""Search for the largest microbatch that fits into the memory of a device."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ _TOO_HIGH = 1.1
 
 @dataclass(frozen=True)
 class MicrobatchFit:
-    """The microbatches that fit into a device's memory; all figures come from compiled programs."""
+    """Microbatches that fit into the memory of a device. All figures are from compiled programs."""
 
     rows: int | None
-    """The rows of the largest microbatch that fits; None if not even the smallest does."""
+    """Number of rows of the largest microbatch that fits; None if not even the smallest fits."""
     bytes: int
-    """The peak with `rows`, or with `least_rows` if none fits."""
+    """Peak memory with `rows`, or with `least_rows` if no microbatch fits."""
     least_rows: int
-    """The rows for which a step takes the least memory."""
+    """Number of rows with which a step takes the least memory."""
     microbatches: int | None
-    """Microbatches in the largest step, also the maximum number of devices along the data axes."""
+    """Number of microbatches in the largest step, which is also the maximum number of devices along the data axes."""
     next_rows: int | None
-    """The next larger microbatch into which the batch can be split; None if no larger one exists."""
+    """Number of rows of the next larger microbatch into which the batch can be split; None if there is none."""
     next_bytes: int | None
-    """The peak with `next_rows`, which exceeds the memory."""
+    """Peak memory with `next_rows`, which exceeds the limit."""
     together: int | None = None
-    """The `microbatches_per_gather` to which these figures apply; None means as configured."""
+    """Value of `microbatches_per_gather` that these figures apply to; None: the configured value."""
 
 
 def possible_rows(trainer: TrainerConfig, mesh: Mesh | AbstractMesh) -> list[int]:
-    """The values of `per_device_parallelism` for which these devices can share every batch of the run."""
+    """Returns the values of `per_device_parallelism` with which these devices can share every batch of the run."""
     plans = trainer.step_plan.microbatches.values
     sizes, configured = [plan.batch_size for plan in plans], {plan.rows for plan in plans}
     common = math.gcd(*sizes)
     divisors = {r for k in range(1, math.isqrt(common) + 1) if common % k == 0 for r in (k, common // k)}
-    # A batch that may be padded can be split at any size: powers of two are enough choice.
+    # A batch that may be padded can be split at any size; considering only powers of two is sufficient.
     powers = {1 << k for k in range(max(sizes).bit_length())} if trainer.allow_nondivisible_batch_size else set()
     return sorted(rows for rows in divisors | powers | configured if _can_share_batches(trainer, rows, mesh))
 
@@ -60,15 +60,15 @@ def _can_share_batches(trainer: TrainerConfig, rows: int, mesh: Mesh | AbstractM
 
 
 def find_fitting_microbatch(memory: StepMemory, limit: int, rows: int) -> MicrobatchFit:
-    """Finds a step of at most `limit` bytes per device, as close to the configured one as possible.
+    """Finds a step that takes at most `limit` bytes per device and is as close to the configured one as possible.
 
-    Layer by layer, the number of microbatches that share a gather does not affect the bits. So smaller groups are tried
-    first, then other microbatch sizes with a group of one.
+    For layer-by-layer gradients, the number of microbatches that share a gather does not affect the bits. Smaller
+    groups are therefore tried first, and then other microbatch sizes with groups of one microbatch.
 
     Args:
-        memory: the memory of the run's step.
-        limit: in bytes.
-        rows: the configured rows of a microbatch.
+        memory: memory of the step of the run.
+        limit: maximum memory in bytes.
+        rows: configured number of rows of a microbatch.
     """
     if memory.plan().peak.bytes <= limit:
         return find_largest_microbatch(memory, limit)
@@ -88,17 +88,17 @@ def find_fitting_microbatch(memory: StepMemory, limit: int, rows: int) -> Microb
 
 
 def find_largest_microbatch(memory: StepMemory, limit: int) -> MicrobatchFit:
-    """The largest microbatch whose step takes at most `limit` bytes on a device.
+    """Finds the largest microbatch with which a step takes at most `limit` bytes on a device.
 
-    Temporary memory grows almost linearly with the rows, so a few compiled sizes guide the search. The result has been
-    compiled, and so has the next larger size, which does not fit.
+    Temporary memory grows almost linearly with the number of rows, so a few compiled sizes guide the search. The result
+    has been compiled, and so has the next larger size, which does not fit.
 
     Args:
-        memory: the memory of the run's step.
-        limit: in bytes.
+        memory: memory of the step of the run.
+        limit: maximum memory in bytes.
     """
     sizes = possible_rows(memory.config.trainer, memory.setup.sharding.mesh)
-    # The largest, and the smallest or the configured one: others can be interpolated between two sizes.
+    # The largest size, and the smallest or the configured one; other sizes can be interpolated between them.
     planned = [rows for rows in sizes if memory.is_planned(rows)] or sizes[:1]
     unplanned = [*planned, sizes[-1]]
     while unplanned:
@@ -108,7 +108,7 @@ def find_largest_microbatch(memory: StepMemory, limit: int) -> MicrobatchFit:
         best = max((rows for rows in sizes if peaks[rows] <= limit), default=None)
         larger = [rows for rows in sizes if best is None or rows > best]
         above = larger[0] if larger else None
-        # Fewer rows do not always take less: they mean more microbatches, and more sums of gradients.
+        # Fewer rows do not always take less memory, because they lead to more microbatches and more sums of gradients.
         near = [rows for rows in larger if peaks[rows] <= _TOO_HIGH * limit]
         least = min(sizes, key=lambda rows: peaks[rows])
         candidates = (least, above, *near) if best is None else (best, above, *near)

@@ -1,9 +1,9 @@
-"""Descriptions of GPUs, for which the CUDA plug-in of JAX compiles without such a GPU.
+"""Descriptions of GPUs, with which JAX's CUDA plug-in can compile for a GPU that is not present.
 
-The compiler takes a text in the format of XLA's `GpuTargetConfigProto`. The figures equal the values that CUDA reports
-for these devices (`cudaGetDeviceProperties`). They are also published in NVIDIA's whitepapers on the Ampere, Hopper and
-Blackwell architectures and, for the same purpose, in `xla/backends/gpu/target_config/specs` of the OpenXLA project
-(Apache-2.0).
+The compiler takes a description in the text format of XLA's `GpuTargetConfigProto`. The figures equal the values that
+CUDA reports for these devices (`cudaGetDeviceProperties`). They are also published in NVIDIA's whitepapers on the
+Ampere, Hopper and Blackwell architectures and, for the same purpose, in `xla/backends/gpu/target_config/specs` of the
+OpenXLA project (Apache-2.0).
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.profile.devices import NODE
 
 _PLUGINS = {"jax-cuda12-pjrt": "cuda12", "jax-cuda13-pjrt": "cuda13"}
-"""Compiler packages, and the JAX extras that install them with their dependencies."""
+"""Maps compiler packages to the JAX extras that install them with their dependencies."""
 
 
 @dataclass(frozen=True)
 class _Gpu:
-    """GPU figures needed by the compiler."""
+    """Figures of a GPU that the compiler needs."""
 
     capability: int
-    """Major number of the compute capability; the minor one is 0."""
+    """Major version of the compute capability; the minor version is 0."""
     cores: int
-    """Streaming multiprocessors."""
+    """Number of streaming multiprocessors."""
     fpus: int
-    """Float32 units per multiprocessor."""
+    """Number of float32 units per multiprocessor."""
     clock: float
     """Clock rate in GHz."""
     memory: int
-    """Memory in bytes."""
+    """Memory size in bytes."""
     bandwidth: int
     """Memory bandwidth in bytes per second."""
     cache: int
-    """L2 cache in bytes."""
+    """Size of the L2 cache in bytes."""
     shared: int
-    """Shared memory per multiprocessor, in KiB."""
+    """Size of the shared memory per multiprocessor, in KiB."""
 
     def to_target_config(self, kind: str) -> str:
-        """The description, for the compiler."""
-        # A block may use all shared memory except one KiB, which the system reserves.
+        """Returns the description for the compiler."""
+        # A block can use all shared memory except one KiB, which the system reserves.
         limits = {"threads_per_block_limit": 1024, "threads_per_warp": 32, "threads_per_core_limit": 2048}
         limits |= {"block_dim_limit_x": 2**31 - 1, "block_dim_limit_y": 2**16 - 1, "block_dim_limit_z": 2**16 - 1}
         limits |= {"thread_dim_limit_x": 1024, "thread_dim_limit_y": 1024, "thread_dim_limit_z": 64}
@@ -53,7 +53,7 @@ class _Gpu:
         sizes |= {"shared_memory_per_block": 48 << 10, "shared_memory_per_core": self.shared << 10}
         sizes |= {"shared_memory_per_block_optin": (self.shared - 1) << 10}
         fields = "\n".join(f"  {name}: {value}" for name, value in {**limits, **sizes}.items())
-        # From capability 9 on, matrix products need architecture-specific instructions.
+        # From compute capability 9 on, matrix products need architecture-specific instructions.
         feature_extension = "ACCELERATED_FEATURES" if self.capability >= 9 else "NONE"
         versions = {"driver": "13.0.0", "runtime": "12.9.0", "compile_time_toolkit": "12.9.0", "dnn": "9.10.0"}
         version_lines = "\n".join(f'  {name}_version: "{version}"' for name, version in versions.items())
@@ -86,24 +86,24 @@ _GPUS = {
 
 
 def supported_gpus() -> tuple[str, ...]:
-    """The GPU kinds for which the compiler can be used, as JAX names them."""
+    """Returns the kinds of GPU for which the compiler can be used, as JAX names them."""
     return tuple(_GPUS)
 
 
 def compute_capability(kind: str) -> int | None:
-    """Returns the major number of the compute capability of a GPU kind; None if there is no description of it."""
+    """Returns the major version of the compute capability of a kind of GPU; None if there is no description of it."""
     return _GPUS[kind].capability if kind in _GPUS else None
 
 
 def gpu_target(kind: str, count: int) -> dict[str, str]:
-    """Options of `jax.experimental.topologies.get_topology_desc` for GPUs in nodes of 8, which need not be present.
+    """Returns options of `jax.experimental.topologies.get_topology_desc` for GPUs in nodes of 8, which may be absent.
 
     Args:
-        kind: equal to `jax.Device.device_kind`.
-        count: number of devices; with several nodes, the description may contain more.
+        kind: kind of GPU, as in `jax.Device.device_kind`.
+        count: number of GPUs. With several nodes, the description may contain more.
 
     Raises:
-        UserError: for a GPU without a description, or without a compatible plug-in.
+        UserError: if there is no description of the GPU, or no compatible plug-in.
     """
     if kind not in _GPUS:
         raise UserError(
@@ -111,7 +111,7 @@ def gpu_target(kind: str, count: int) -> dict[str, str]:
             f"out, or plan for one of these"
         )
     _check_cuda_plugin()
-    # Slices, nodes of a slice, devices of a node.
+    # Number of slices, nodes per slice, and devices per node.
     topology = f"1x1x{count}" if count <= NODE else f"1x{-(-count // NODE)}x{NODE}"
     return {"target_config": _GPUS[kind].to_target_config(kind), "topology": topology}
 

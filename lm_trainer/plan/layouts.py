@@ -1,4 +1,4 @@
-"""The search space of layouts: mesh axes, microbatches, gathering, rematerialisation and attention."""
+"""Search space of layouts: mesh axes, microbatches, gathering, rematerialisation and attention."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.model_parallel_limits import check_length, check_model
 
 _AXES = ("pipeline", "context", "expert", "model")
-"""The mesh axes whose sizes are searched, each under `trainer.<axis>_axis_size`."""
+"""Mesh axes whose sizes are searched, each set by `trainer.<axis>_axis_size`."""
 _TENSOR_AXES = ("heads", "mlp")
-"""Logical axes tensor parallelism shards if the configuration names none."""
+"""Logical axes that tensor parallelism shards if the configuration names none."""
 _REMAT: dict[Any, Any] = {"full": True, "dots_no_batch": "dots_no_batch", "none": False}
-"""Remat policy -> value of `model.gradient_checkpointing`, from least memory to least computation."""
+"""Maps rematerialisation policies to values of `model.gradient_checkpointing`, from least memory to least
+computation."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +32,17 @@ class Layout:
     """One layout of a run on devices."""
 
     config: RunConfig
-    """The configuration with the settings of the layout."""
+    """Configuration with the settings of the layout."""
     settings: Mapping[str, Any]
     """Dotted key -> value, for the keys whose values differ from the initial configuration."""
     changes: tuple[str, ...]
-    """Keys among them that affect the numbers: other values change the bits of the run."""
+    """Keys in `settings` that affect the numerical results: changing them changes the bits of the run."""
     plan: MicrobatchPlan = field(repr=False)
-    """The largest batch of the run."""
+    """Division of the largest batch of the run."""
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """`key=value` for each of the settings, as arguments of `lmt train`."""
+        """Returns `key=value` for each of the settings, as arguments for `lmt train`."""
         return tuple(f"{key}={_format_value(value)}" for key, value in self.settings.items())
 
 
@@ -55,8 +56,8 @@ def enumerate_layouts(config: RunConfig, vocab_size: int, count: int) -> Iterato
     """Yields all possible layouts of a run on `count` devices.
 
     The batch, the row length, the optimizer and the data stay unchanged. With `trainer.elastic_shards`, a layout has at
-    least that many microbatches. A run with `determinism: fast` keeps it, and all other runs stay bit-identical on any
-    number of devices.
+    least that many microbatches. A run with `determinism: fast` keeps this setting; all other runs stay bit-identical
+    on any number of devices.
     """
     config = with_resolved_gather(config, vocab_size)
     initial_identity = numeric_identity(config)
@@ -73,7 +74,7 @@ def _make_layout(config: RunConfig, initial_identity: dict[str, Any], settings: 
             changed[key] = value
             parts[section] = parts[section].model_copy(update={name: value})
     laid_out = config.model_copy(update=parts)
-    # The same microbatches, in other words: keeps the configured setting.
+    # If the microbatches are the same, keeps the configured setting.
     configured_plan, plan = (_largest_microbatches(candidate) for candidate in (config, laid_out))
     if configured_plan == plan and changed.pop("trainer.per_device_parallelism", None):
         unchanged = {"per_device_parallelism": config.trainer.per_device_parallelism}
@@ -87,11 +88,11 @@ def _largest_microbatches(config: RunConfig) -> MicrobatchPlan:
 
 
 def _mesh_settings(config: RunConfig, vocab_size: int, count: int) -> Iterator[dict[str, Any]]:
-    """Mesh axis settings for which the devices can share the model."""
+    """Yields settings of the mesh axes with which the devices can share the model."""
     spec, length = config.model.spec(vocab_size), config.model.seq_len
     for sizes in _axis_sizes(count, len(_AXES)):
         axes: dict[str, int] = dict(zip(_AXES, sizes, strict=True))
-        # Tensor parallelism communicates most: as in other frameworks, it stays within a node.
+        # Tensor parallelism communicates the most, so it stays within a node, as in other frameworks.
         if axes["model"] > NODE or spec.blocks[0].attention.num_heads % axes["model"]:
             continue
         try:
@@ -108,7 +109,7 @@ def _mesh_settings(config: RunConfig, vocab_size: int, count: int) -> Iterator[d
 
 
 def _axis_sizes(count: int, axes: int) -> Iterator[tuple[int, ...]]:
-    """Sizes whose product divides `count`."""
+    """Yields all combinations of axis sizes whose product divides `count`."""
     if not axes:
         yield ()
         return
@@ -118,7 +119,7 @@ def _axis_sizes(count: int, axes: int) -> Iterator[tuple[int, ...]]:
 
 
 def _step_settings(config: RunConfig, mesh: Mapping[str, Any], count: int) -> Iterator[dict[str, Any]]:
-    """All settings of a step on a mesh."""
+    """Yields all settings of a step on a mesh."""
     trainer = config.trainer.model_copy(update={key.split(".")[1]: value for key, value in mesh.items()})
     abstract = trainer.step_plan.abstract_mesh(count)
     least = config.trainer.elastic_shards if "elastic_shards" in config.trainer.model_fields_set else 1
@@ -130,7 +131,7 @@ def _step_settings(config: RunConfig, mesh: Mapping[str, Any], count: int) -> It
             continue
         common = {**mesh, "trainer.per_device_parallelism": rows}
         for gather in gathers:
-            # A pipeline assigns full layers to stages; gathering layer by layer shards each layer.
+            # A pipeline assigns full layers to stages, whereas gathering layer by layer shards each layer.
             if gather == "layer" and trainer.pipeline_axis_size > 1:
                 continue
             if not trainer.bitwise and any(plan.count % batch_shards(abstract) for plan in plans):
@@ -145,11 +146,11 @@ def _step_settings(config: RunConfig, mesh: Mapping[str, Any], count: int) -> It
 def _memory_settings(
     config: RunConfig, trainer: TrainerConfig, plan: MicrobatchPlan, mesh: Any
 ) -> Iterator[dict[str, Any]]:
-    """Settings that trade memory for computation or traffic, from least to most memory."""
+    """Yields settings that trade memory for computation or traffic, from least to most memory."""
     configured_policy, value = config.model.remat, config.model.gradient_checkpointing
     policies = [value]
     if not trainer.gathers_layers or can_save_inside_layers(trainer):
-        # Of several values for one policy, keeps the configured one.
+        # If several values mean the same policy, keeps the configured value.
         words = {policy: value if policy == configured_policy else named for policy, named in _REMAT.items()} | {
             configured_policy: value
         }
@@ -162,7 +163,7 @@ def _memory_settings(
 def _gather_settings(
     config: RunConfig, trainer: TrainerConfig, plan: MicrobatchPlan, mesh: Any
 ) -> Iterator[dict[str, Any]]:
-    """The possible numbers of microbatches that share a gather."""
+    """Yields the possible numbers of microbatches that share a gather."""
     if not trainer.gathers_layers:
         yield {}
         return

@@ -1,4 +1,4 @@
-"""The memory of a configuration's step, as a function of the rows of a microbatch."""
+"""Memory of a step of a configuration, as a function of the number of rows of a microbatch."""
 
 from __future__ import annotations
 
@@ -31,25 +31,26 @@ from lm_trainer.step.state.train_state import abstract_state
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory of one device over a training step."""
+    """Memory of one device during a training step."""
 
     state: Mapping[str, int]
-    """The state between steps, name -> bytes; exact, from shapes and shardings."""
+    """State between steps, name -> bytes. Exact, because it is computed from shapes and shardings."""
     phases: tuple[PhaseBytes, ...]
-    """One phase per program of a step, in the order of their first runs."""
+    """One phase per program of a step, in the order in which the programs first run."""
 
     @property
     def peak(self) -> PhaseBytes:
-        """The phase with the highest memory."""
+        """Phase with the highest memory."""
         return max(self.phases, key=lambda phase: phase.bytes)
 
 
 @dataclass(frozen=True)
 class Correction:
-    """Differences between a target's temporary memory and the figures of the compiler in use."""
+    """Differences between the temporary memory on a target and the figures of the compiler in use."""
 
     growing: float = 1.0
-    """Ratio of the target's temporary memory to the figure, for programs whose memory grows with the rows."""
+    """Ratio of the target's temporary memory to the compiler's figure, for programs whose memory grows with the
+    rows."""
     workspace: AttentionWorkspace = NO_WORKSPACE
     """Memory of attention that the compiler does not count."""
 
@@ -58,18 +59,18 @@ NO_CORRECTION = Correction()
 
 
 class StepMemory:
-    """The memory of a configuration's step for any rows of a microbatch.
+    """Memory of a step of a configuration, for any number of rows of a microbatch.
 
-    The step is rehearsed on one shard of the batch. Programs of a microbatch are compiled for its devices only, because
-    they are the same on every mesh; programs that move and add arrays are compiled for all `devices`.
+    The step is rehearsed on one shard of the batch. Programs of a microbatch are compiled only for the devices of this
+    shard, because they are the same on every mesh. Programs that move and add arrays are compiled for all `devices`.
 
     Args:
-        config: of the run, with a whole model section.
-        vocab_size: rows of the token embedding.
-        devices: JAX devices, for example emulated ones.
-        platform: target platform of the step: a CPU device may have several microbatches in flight.
-        correction: differences between the target's memory and the compiler's figures.
-        programs: compiled programs of another plan of the same model, for reuse.
+        config: configuration of the run, with a complete model section.
+        vocab_size: number of rows of the token embedding.
+        devices: JAX devices, which may be emulated.
+        platform: target platform of the step. Matters because a CPU device may have several microbatches in flight.
+        correction: differences between the memory on the target and the compiler's figures.
+        programs: compiled programs of another plan of the same model, which are reused.
 
     Raises:
         UserError: if the devices or the sharding rules do not fit.
@@ -90,7 +91,7 @@ class StepMemory:
         setup = self.setup = self._build(config.trainer)
         plan = self.largest_step()
         self.rows = plan.rows
-        """Rows a device computes at a time in the largest step."""
+        """Number of rows that a device computes at a time in the largest step."""
         if not config.trainer.bitwise and config.trainer.per_device_parallelism == -1:
             self.rows *= plan.microbatches_per_shard(setup.sharding.mesh)
         self._built = {self.rows: setup}
@@ -101,7 +102,7 @@ class StepMemory:
         self._records = dict[int, StepRecord]()
 
     def _build(self, trainer: TrainerConfig) -> TrainingSetup:
-        """A training setup for rehearsals, which never runs."""
+        """Returns a training setup that is only rehearsed and never runs."""
         with on_one_shard(), dispatching_for(self._platform):
             return build_setup(self.config.model_copy(update={"trainer": trainer}), self._vocab_size, self._devices)
 
@@ -110,11 +111,11 @@ class StepMemory:
         return trainer if rows is None else trainer.model_copy(update={"per_device_parallelism": rows})
 
     def hlo_texts(self) -> dict[str, str]:
-        """The HLO texts of the step's programs, by the names of `run_counts`."""
+        """HLO texts of the step's programs, by the names in `run_counts`."""
         return {name: self.programs.texts[key] for name, key in self._keys_by_name().items()}
 
     def run_counts(self) -> dict[str, int]:
-        """The number of runs of each program in the step, by name; programs of equal names are numbered."""
+        """Number of runs of each program in the step, by name. Programs with equal names are numbered."""
         record = self.step_record()
         return {name: record.runs[key] for name, key in self._keys_by_name().items()}
 
@@ -144,20 +145,20 @@ class StepMemory:
         return flops
 
     def with_gather(self, microbatches_per_gather: int) -> StepMemory:
-        """The memory of the same step with another `trainer.microbatches_per_gather`."""
+        """Returns the memory of the same step with another value of `trainer.microbatches_per_gather`."""
         trainer = self.config.trainer.model_copy(update={"microbatches_per_gather": microbatches_per_gather})
         config = self.config.model_copy(update={"trainer": trainer})
         return StepMemory(config, self._vocab_size, self._devices, self._platform, self._correction, self.programs)
 
     def largest_step(self, rows: int | None = None) -> MicrobatchPlan:
-        """The run's batch with the highest memory; `rows` as for `step_record`."""
+        """Returns the division of the run's batch with the highest memory; `rows` as for `step_record`."""
         return max(self._trainer_with_rows(rows).step_plan.microbatches.values, key=memory_sort_key)
 
     def step_record(self, rows: int | None = None) -> StepRecord:
-        """The compiled programs of the step with the highest memory.
+        """Returns the compiled programs of the step with the highest memory.
 
         Args:
-            rows: rows of a microbatch; None means as configured.
+            rows: number of rows of a microbatch; None: the configured number.
         """
         rows = self.rows if rows is None else rows
         if rows not in self._records:
@@ -166,17 +167,17 @@ class StepMemory:
         return self._records[rows]
 
     def plan(self, rows: int | None = None) -> MemoryPlan:
-        """The memory of a step with microbatches of `rows` rows, from its compiled programs."""
+        """Returns the memory of a step with microbatches of `rows` rows, computed from its compiled programs."""
         return MemoryPlan(self.state, self.step_record(rows).phases)
 
     def estimate(self, rows: int) -> MemoryPlan:
-        """As `plan`, but interpolates programs that are not compiled for this number of rows."""
+        """Same as `plan`, but interpolates programs that are not compiled for this number of rows."""
         if rows in self._records:
             return self.plan(rows)
         return MemoryPlan(self.state, self._rehearse(rows, self.programs.interpolate(rows)).phases)
 
     def is_planned(self, rows: int) -> bool:
-        """True if the step with microbatches of `rows` rows has been planned."""
+        """Returns true if the step with microbatches of `rows` rows has been planned."""
         return rows in self._records
 
     def _rehearse(self, rows: int, measure: Measure) -> StepRecord:
@@ -185,7 +186,7 @@ class StepMemory:
         return self._built[rows].rehearse(self._row, self._platform, self._scale_to_accelerator(rows, measure))
 
     def _scale_to_accelerator(self, rows: int, measure: Measure) -> Measure:
-        """Scales the memory reported by the CPU compiler to an accelerator's, and adds the workspace of attention."""
+        """Scales memory reported by the CPU compiler to an accelerator's, and adds the workspace of attention."""
         if self._platform == "cpu":
             return measure
         compiled_for_cpu = self._devices[0].platform == "cpu"
@@ -201,16 +202,16 @@ class StepMemory:
         return measure_scaled
 
     def _accelerator_ratio(self, program: StepProgram) -> float:
-        """The ratio of a program's temporary memory on an accelerator to its temporary memory on a CPU."""
+        """Returns the ratio of a program's temporary memory on an accelerator to its temporary memory on a CPU."""
         if program.elementwise:
             return 0.0
         return self._correction.growing if program.grows else 1.0
 
     def _layer_copy_bytes(self, program: StepProgram) -> int:
-        """Bytes of the low-precision copy of all layers that is made before a loop over them.
+        """Returns the size in bytes of the low-precision copy of all layers that is made before a loop over them.
 
-        The TPU compiler hoists the cast out of the loop; others cast one layer at a time. Parameters gathered layer by
-        layer arrive in low precision.
+        The TPU compiler hoists the cast out of the loop, whereas other compilers cast one layer at a time. If gathered
+        layer by layer, parameters are already in low precision.
         """
         trainer = self.config.trainer
         narrows = trainer.mp.compute_dtype.itemsize < trainer.mp.param_dtype.itemsize

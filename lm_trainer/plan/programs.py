@@ -1,4 +1,4 @@
-"""The work of a step's compiled programs, with lower and upper bounds of their time."""
+"""Work done by the compiled programs of a step, with lower and upper bounds of its time."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class TargetFigures:
 
 @dataclass(frozen=True)
 class ProgramWork:
-    """The work of one run of a program on one device."""
+    """Work done by one run of a program on one device."""
 
     name: str
     runs: int
     """Number of runs per step."""
     operations: tuple[Operation, ...]
     sent: Mapping[str, float]
-    """Collective -> bytes the device sends."""
+    """Collective -> number of bytes that the device sends."""
     kernels: Mapping[str, int]
     """Custom kernel, such as attention -> number of occurrences in the program."""
     sent_to_nodes: float = 0.0
@@ -80,13 +80,13 @@ class ProgramWork:
 
     @property
     def num_bytes(self) -> float:
-        """Bytes that operations read and write."""
+        """Number of bytes that operations read and write."""
         return sum(op.num_bytes for op in self.operations)
 
 
 @dataclass(frozen=True)
 class ProgramTime:
-    """Seconds of one run of a program by each limit of the device, as if it were the only limit."""
+    """Time in seconds of one run of a program by each limit of the device, as if it were the only limit."""
 
     name: str
     runs: int
@@ -94,61 +94,61 @@ class ProgramTime:
     memory: float
     network: float
     one_by_one: float
-    """Seconds of its operations in sequence, each bound by compute or memory, without communication."""
+    """Time of the operations in sequence, each bound by compute or memory, without communication."""
 
     @property
     def lower_bound(self) -> float:
-        """Seconds if everything overlaps."""
+        """Time in seconds if everything overlaps."""
         return max(self.compute, self.memory, self.network)
 
     @property
     def upper_bound(self) -> float:
-        """Seconds without any overlap, if all operations reach their limit."""
+        """Time in seconds without any overlap, if each operation reaches its limit."""
         return self.one_by_one + self.network
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of a step from its compiled programs, without programs of other steps or of the host."""
+    """Time of a step computed from its compiled programs. Excludes programs of other steps and work on the host."""
 
     programs: tuple[ProgramTime, ...]
     flops: float
-    """Model FLOPs of a step on one device, by formula."""
+    """Number of model FLOPs of a step on one device, by formula."""
     peak: float
-    """FLOP/s of one device."""
+    """Peak FLOP/s of one device."""
 
     @property
     def lower_bound(self) -> float:
-        """Seconds if everything in a program overlaps; never less than the model's FLOPs at the device's peak."""
+        """Time in seconds if everything in a program overlaps; never less than model FLOPs over the device's peak."""
         return max(sum(p.runs * p.lower_bound for p in self.programs), self.flops / self.peak)
 
     @property
     def upper_bound(self) -> float:
-        """Seconds without any overlap."""
+        """Time in seconds without any overlap."""
         return max(sum(p.runs * p.upper_bound for p in self.programs), self.lower_bound)
 
     @property
     def bound_by(self) -> str:
-        """The limit that accounts for most seconds of a step."""
+        """Limit that accounts for most of the time of a step."""
         limits = ("compute", "memory", "network")
         sums = {limit: sum(p.runs * getattr(p, limit) for p in self.programs) for limit in limits}
         return max(sums, key=lambda limit: sums[limit])
 
     def mfu(self, seconds: float) -> float:
-        """The model FLOP utilisation of a step of `seconds`."""
+        """Returns the model FLOP utilisation of a step that takes `seconds`."""
         return self.flops / seconds / self.peak
 
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """The programs of a step, from the target devices' compiler."""
+    """Programs of a step, compiled with the compiler of the target devices."""
 
     programs: tuple[ProgramWork, ...]
     time: StepTime | None
-    """None if no datasheet has the figures."""
+    """Time of the step; None if no datasheet has the figures."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, in SI units."""
+        """Returns plain data for JSON, in SI units."""
         programs = [
             {
                 "name": work.name,
@@ -172,12 +172,12 @@ class CompiledStep:
 
 
 def step_time(programs: Sequence[ProgramWork], flops: float, peak: float, bandwidths: Bandwidths) -> StepTime:
-    """The time of a step.
+    """Computes the time of a step.
 
     Args:
-        programs: the programs of the step.
-        flops: model FLOPs of a step on one device.
-        peak: FLOP/s of one device.
+        programs: compiled programs of the step.
+        flops: number of model FLOPs of a step on one device.
+        peak: peak FLOP/s of one device.
         bandwidths: bandwidths of one device.
     """
 

@@ -1,4 +1,4 @@
-"""Programs the compiler rejects: the reason in one line, and the program in a file."""
+"""Handling of programs that the compiler rejects: a one-line reason, and the program in a file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lm_trainer.core.errors import UserError
 
 @contextmanager
 def explain_refusals(kind: str) -> Iterator[None]:
-    """Turns a compiler error into a UserError, and keeps the rejected program.
+    """Turns a compiler error into a UserError, and writes the rejected program to a file.
 
     Args:
-        kind: the target device kind.
+        kind: kind of the target device.
 
     Raises:
         UserError: if the compiler rejects a program.

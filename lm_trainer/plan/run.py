@@ -31,12 +31,12 @@ from lm_trainer.run.weights.adapters import training_flops
 from lm_trainer.run.weights.vocabulary import Vocabulary, find_vocabulary
 
 _QUERIES = 128
-"""Queries per block of scores, as a substitute for a kernel, which stores no scores."""
+"""Number of queries per block of scores, used as a substitute for a kernel that stores no scores."""
 _GROWING, _GROWING_FAST = 0.7, 0.85
-"""Ratio of temporary memory on accelerators to temporary memory on a CPU, which holds float32 copies of bfloat16
-operands and fuses less; for programs that grow with the microbatch. It is the maximum, at the peak, over the
-accelerator compilers' figures for the steps in benchmarks/results/compiled. The program of `fast` also contains
-gathered and reduced arrays, which have equal size on both."""
+"""Ratio of temporary memory on accelerators to temporary memory on a CPU, for programs that grow with the microbatch; a
+CPU holds float32 copies of bfloat16 operands and fuses less. It is the maximum ratio, at the peak, over the steps in
+benchmarks/results/compiled, according to the compilers of the accelerators. The program of `fast` also contains
+gathered and reduced arrays, whose size is the same on both."""
 
 
 @dataclass(frozen=True)
@@ -44,69 +44,70 @@ class Assumptions:
     """Assumptions of a plan that are not part of the configuration."""
 
     mfu: float = MFU
-    """The fraction of the datasheet's peak reached in training."""
+    """Fraction of the datasheet's peak that training reaches."""
     price: float | None = None
-    """The price per device-hour, in any currency."""
+    """Price per device-hour, in any currency."""
     memory: int | None = None
-    """Bytes a run may use on each device; None means according to the datasheet."""
+    """Memory in bytes that a run may use on each device; None: according to the datasheet."""
     vocab_size: int | None = None
-    """Rows of the token embedding; None means the result of `find_vocabulary`."""
+    """Number of rows of the token embedding; None: determined with `find_vocabulary`."""
 
 
 @dataclass(frozen=True)
 class RingPlan:
-    """Ring attention over devices that share the positions of rows."""
+    """Plan for ring attention over devices that share the positions of rows."""
 
     devices: int
     share: float
-    """The fraction of query-key pairs whose scores are computed; the FLOPs of the plan count all pairs."""
+    """Fraction of query-key pairs whose scores are computed; the FLOPs in the plan count all pairs."""
     computed_flops_per_token: int
-    """FLOPs of a training step per token, counting only these pairs."""
+    """Number of FLOPs per token of a training step, counting only these pairs."""
     buffers: int
-    """Bytes of one layer's keys and values on a device: the current block, the arriving block, and in the backward pass
-    three times their gradients in float32. Part of the temporary memory."""
+    """Size in bytes of the keys and values of one layer on a device: the current block, the arriving block and, in the
+    backward pass, three times their gradients in float32. Part of the temporary memory."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The plan of a run."""
+    """Plan of the memory, time and cost of a run."""
 
     devices: DeviceGroup
     mesh: Mapping[str, int]
-    """Mesh axes with more than one device."""
+    """Mesh axes that have more than one device."""
     determinism: str
     gather: str
-    """`model` or `layer`; `auto` with `determinism: fast`."""
+    """Way in which parameters are gathered: `model` or `layer`; `auto` with `determinism: fast`."""
     num_params: int
     vocab_size: int
     dtype: str
-    """The dtype of matrix products."""
+    """Dtype of matrix products."""
     rows: int
-    """Rows of a microbatch; with `determinism: fast` and per_device_parallelism -1, all rows of a device."""
+    """Number of rows of a microbatch. With `determinism: fast` and per_device_parallelism -1, all rows of a device."""
     microbatches: int
-    """Microbatches in the largest step, over all devices."""
+    """Number of microbatches in the largest step, over all devices."""
     memory: MemoryPlan
-    """The memory of one device."""
+    """Memory of one device."""
     budget: Budget | None
-    """None if given neither by the user nor by a datasheet."""
+    """Memory that the run may use; None if neither the user nor a datasheet gives it."""
     fit: MicrobatchFit | None
-    """None without a budget."""
+    """Microbatches that fit; None without a budget."""
     work: RunWork
     time: RunTime | None
-    """None if no datasheet has a figure."""
+    """Time of the run; None if no datasheet has a peak."""
     assumed: str | None
-    """The reason why the vocabulary size is a guess; None if it is known."""
+    """Reason why the vocabulary size is a guess; None if it is known."""
     kernel: str | None
-    """The fused attention kernel of these devices, which stores no scores; None means XLA's attention."""
+    """Fused attention kernel on these devices, which stores no scores; None: XLA's attention."""
     attention_workspace: int
-    """Bytes of a device that the backward pass of attention takes for one microbatch, besides what compilers count."""
+    """Memory in bytes that the backward pass of attention takes for one microbatch in addition to what compilers
+    count."""
     ring: RingPlan | None
-    """None without ring attention."""
+    """Plan for ring attention; None if the run does not use it."""
     compiled: CompiledStep | None
-    """The programs from the devices' own compiler; None if planned with the CPU compiler."""
+    """Programs compiled by the devices' own compiler; None if planned with the CPU compiler."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, in SI units."""
+        """Returns plain data for JSON, in SI units."""
         plain = asdict(replace(self, compiled=None))
         plain["compiled"] = None if self.compiled is None else self.compiled.as_dict()
         plain["memory"]["phases"] = [{**asdict(phase), "bytes": phase.bytes} for phase in self.memory.phases]
@@ -123,16 +124,16 @@ def plan_run(
     *,
     own_compiler: bool = False,
 ) -> RunPlan:
-    """Plans the memory, FLOPs, time and cost of training with this configuration.
+    """Plans the memory, FLOPs, time and cost of training with a configuration.
 
     Args:
-        config: of the run, with a complete model section.
-        group: the target devices of the run.
-        devices: as many JAX devices for XLA: emulated ones from `emulate_devices`, or the devices of `group`
-            themselves.
-        assumptions: about the machine.
-        own_compiler: True if `devices` are the devices of `group`, present or described: the plan then reports their
-            compiler's figures.
+        config: configuration of the run, with a complete model section.
+        group: target devices of the run.
+        devices: JAX devices for XLA, in the same number: emulated ones from `emulate_devices`, or the devices of
+            `group` themselves.
+        assumptions: assumptions about devices and data that the configuration does not contain.
+        own_compiler: True if `devices` are the devices of `group`, either present or described. The plan then reports
+            the figures of their compiler.
 
     Raises:
         UserError: if the devices cannot share the work, or a sharding rule does not fit the model.
@@ -154,7 +155,7 @@ def plan_run(
     with refusals, compiling_for(platform if own_compiler else jax.default_backend()):
         growing = 1.0 if own_compiler else _growing_memory_ratio(trainer, backend)
         axes = dict(trainer.step_plan.abstract_mesh(len(devices)).shape)
-        # A compiler that has the GPU asks cuDNN, and counts the workspace itself.
+        # A compiler that has access to the GPU asks cuDNN, and counts the workspace itself.
         counted = own_compiler and jax.default_backend() == "gpu"
         workspace = AttentionWorkspace.of(config, vocab_size, group.kind, "" if counted else backend, axes)
         memory = StepMemory(config, vocab_size, devices, platform, Correction(growing, workspace))
@@ -183,7 +184,7 @@ def plan_run(
         microbatches=microbatches,
         memory=planned,
         budget=limit,
-        # With the devices' own compiler, each size would take minutes.
+        # With the compiler of the devices, each size would take minutes.
         fit=None if limit is None or own_compiler else find_fitting_microbatch(memory, limit.bytes, rows),
         work=work,
         time=training_time(work, group, trainer, mfu=assumptions.mfu, price=assumptions.price),
@@ -206,27 +207,29 @@ def _compile_step(memory: StepMemory, work: RunWork, group: DeviceGroup, devices
 
 
 def _adapt_to_local_compiler(config: RunConfig, platform: str, backend: str) -> RunConfig:
-    """The configuration to compile on this machine such that its memory resembles `platform`."""
-    # The devices of this machine may lack the kernel, or choose another backend.
+    """Returns the configuration to compile on this machine such that its memory resembles that on `platform`."""
+    # The devices of this machine may not have the kernel, or may choose another backend.
     model, changes = config.model, dict[str, Any](attn_backend="ring" if backend == "ring" else "xla")
     if backend not in ("ring", "xla"):
-        # A kernel stores no scores; XLA, used instead, stores the scores of a few queries.
+        # A kernel stores no scores; XLA, which replaces it here, stores the scores of only a few queries.
         changes["flash_attention_block_size"] = model.flash_attention_block_size or _QUERIES
     if platform != "cpu" and model.remat != "none" and not model.scan:
-        # On a CPU, XLA merges the recomputation of unrolled layers with the original, which saves no memory.
+        # On a CPU, XLA merges the recomputation of unrolled layers with the original computation, which saves no
+        # memory.
         changes["scan_layers"] = True
     return config.model_copy(update={"model": model.model_copy(update=changes)})
 
 
 def _growing_memory_ratio(trainer: TrainerConfig, backend: str) -> float:
-    # Known only for bfloat16 and kernels.
+    # Known only for bfloat16 and for kernels.
     if trainer.mp.compute_dtype.itemsize != 2 or backend in ("xla", "ring"):
         return 1.0
     return _GROWING if trainer.bitwise else _GROWING_FAST
 
 
 def attention_backend(config: RunConfig, vocab_size: int, platform: str) -> str:
-    """The attention backend of the first layer on a platform; layers differ only in windows, which all support.
+    """Returns the first layer's attention backend on a platform. Layers differ only in windows, which all backends
+    support.
 
     Raises:
         UserError: if the configured backend does not support the model.
@@ -244,5 +247,5 @@ def _plan_ring(config: RunConfig, vocab_size: int, rows: int, flops: int) -> Rin
     share, count = ring_score_fraction(spec, length, devices), flops_per_token(spec, length)
     hidden = round((1 - share) * (count.attention_product + count.attention_softmax))
     keys = rows * length // devices * max(b.attention.kv_heads * b.attention.head_dim for b in spec.blocks)
-    # Three times: forward, and the gradients of queries and keys, or of probabilities and values.
+    # Three times: the forward pass, and the gradients of queries and keys, or of probabilities and values.
     return RingPlan(devices, share, flops - 3 * hidden, 2 * keys * (2 * jnp.dtype(dtype).itemsize + 3 * 4))

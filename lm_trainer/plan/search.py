@@ -1,4 +1,4 @@
-"""Search for the fastest layout of a run that fits its devices: by a cost model, and by the devices' own compiler."""
+"""Search for the fastest layout of a run that fits its devices, with a cost model and the compiler of the devices."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from lm_trainer.run.weights.vocabulary import Vocabulary, find_vocabulary
 from lm_trainer.step.dispatch.memory import PhaseBytes
 
 MARGIN = 0.1
-"""Fraction of the memory kept free, because an estimate may be too low."""
+"""Fraction of the memory that is kept free, because an estimate may be too low."""
 SHOWN = 5
 """Number of layouts in a ranking."""
 
 
 @dataclass(frozen=True)
 class CompiledLayout:
-    """The result of the devices' own compiler for a layout."""
+    """Result of compiling a layout with the compiler of the devices."""
 
     memory: PhaseBytes
-    """The phase with the highest memory."""
+    """Phase with the highest memory."""
     seconds: tuple[float, float] | None
-    """Lower and upper bound of a step; None if no datasheet has the figures."""
+    """Bounds of the time of a step; None if no datasheet has the figures."""
 
     @classmethod
     def from_json(cls, plan: Mapping[str, Any]) -> CompiledLayout:
@@ -63,17 +63,17 @@ class Candidate:
 
     layout: Layout
     mesh: dict[str, int]
-    """Mesh axes with more than one device."""
+    """Mesh axes that have more than one device."""
     cost: StepCost
-    """The time by the cost model."""
+    """Time of a step according to the cost model."""
     memory: PhaseBytes
-    """The phase with the highest memory of a device: estimated, or with `compiled` from the compiler."""
+    """Phase in which a device needs the most memory: estimated or, with `compiled`, from the compiler."""
     limit: int | None
-    """Bytes it may take; None if unknown."""
+    """Memory in bytes that the run may use; None if unknown."""
     compiled: CompiledLayout | None = None
-    """None if not compiled by the devices' own compiler."""
+    """Result of the devices' own compiler; None if the layout has not been compiled."""
     refused: str | None = None
-    """The compiler's reason for rejecting it."""
+    """Reason why the compiler rejected the layout."""
 
     @property
     def fits(self) -> bool:
@@ -81,35 +81,35 @@ class Candidate:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Lower and upper bound of a step in seconds, from the compiled programs."""
+        """Lower and upper bound of the time of a step in seconds, from the compiled programs."""
         return None if self.compiled is None else self.compiled.seconds
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step: by the cost model, or the geometric mean of the bounds by the compiled programs."""
+        """Time of a step in seconds: by the cost model or, if compiled, the geometric mean of the bounds."""
         return self.cost.seconds if self.interval is None else math.sqrt(math.prod(self.interval))
 
 
 @dataclass(frozen=True)
 class Search:
-    """The result of a search: layouts of a run on given devices, fastest first."""
+    """Result of a search: layouts of a run on given devices, fastest first."""
 
     devices: DeviceGroup
     budget: Budget | None
     tokens_per_step: int
     considered: int
-    """Number of layouts the model and the batch allow."""
+    """Number of layouts that the model and the batch allow."""
     ranked: tuple[Candidate, ...]
-    """The fastest fitting layout of each mesh and gather setting; with a compiler, the compiled layouts that fit."""
+    """Fastest fitting layout of each mesh and gather setting. With a compiler, the compiled layouts that fit."""
     same_numbers: Candidate | None
-    """The fastest fitting layout that changes no bit of the run; may also be in `ranked`."""
+    """Fastest fitting layout that changes no bit of the run; may also be in `ranked`."""
     nearest: Candidate | None
-    """The layout with the least memory, if none fits."""
+    """Layout with the least memory, if none fits."""
     rejected: tuple[Candidate, ...] = ()
-    """Layouts that fit by the cost model, but not by the compiler."""
+    """Layouts that fit according to the cost model but not according to the compiler."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, in SI units."""
+        """Returns plain data for JSON, in SI units."""
         return {
             "devices": asdict(self.devices),
             "budget": None if self.budget is None else asdict(self.budget),
@@ -147,18 +147,17 @@ def search_layouts(
 ) -> Search:
     """Finds the fastest layout of a run that fits on given devices.
 
-    `lm_trainer.plan.speed` computes the cost of every layout. In the order of cost, `lm_trainer.plan.estimate`
-    estimates their memory until enough of them fit. No device is needed, and layouts are compiled only with
-    `compile_best`.
+    `lm_trainer.plan.speed` computes the cost of every layout. In order of cost, `lm_trainer.plan.estimate` estimates
+    their memory until enough layouts fit. No device is needed, and nothing is compiled without `compile_best`.
 
     Args:
-        config: of the run, with a complete model section; data, batch, rows and optimizer stay unchanged.
+        config: configuration of the run, with a complete model section. Data, batch, rows and optimizer stay unchanged.
         group: the devices.
         assumptions: assumptions about the devices.
-        compile_best: number of best layouts to compile, and the function that compiles one.
+        compile_best: number of best layouts to compile, and the function that compiles one of them.
 
     Raises:
-        UserError: for devices without figures in the tables, a model with several kinds of layers, or if no layout is
+        UserError: if a device has no figures in the tables, the model has several kinds of layers, or no layout is
             possible.
     """
     vocab_size, _ = Vocabulary(assumptions.vocab_size) if assumptions.vocab_size else find_vocabulary(config)
@@ -196,17 +195,17 @@ def _make_machine(config: RunConfig, group: DeviceGroup, assumptions: Assumption
 
 
 class _Pricing:
-    """Computes time and memory of layouts, with shared intermediate results."""
+    """Computes the time and memory of layouts, sharing intermediate results between them."""
 
     def __init__(self, config: RunConfig, vocab_size: int, group: DeviceGroup, machine: Machine):
         self._vocab_size, self._group, self._machine = vocab_size, group, machine
-        # Traced once: no layout setting adds a parameter.
+        # Traced once, because no layout setting adds a parameter.
         self._model = trace_model(config, vocab_size)
         self._params: dict[tuple[int, ...], int] = {}
         self._traces = Traces(vocab_size)
 
     def step_cost(self, layout: Layout) -> StepCost:
-        """The time of a step by the cost model.
+        """Returns the time of a step according to the cost model.
 
         Raises:
             UserError: if the mesh or the attention backend is not possible.
@@ -231,7 +230,7 @@ class _Pricing:
         return step_cost(work, self._machine)
 
     def estimate_candidate(self, layout: Layout, cost: StepCost, limit: int | None, *, enough: int | None) -> Candidate:
-        """A layout with its estimated memory; above `enough` bytes, the estimate may be partial."""
+        """Returns a layout with its estimated memory. Above `enough` bytes, the estimate may be incomplete."""
         config, mesh = layout.config, self._mesh(layout.config)
         backend, axes = self._backend(config), dict(mesh.shape)
         temporary = estimate_temporary(
@@ -254,7 +253,7 @@ class _Pricing:
         return attention_backend(config, self._vocab_size, device_platform(self._group.kind))
 
     def _count_device_params(self, config: RunConfig, mesh: Any) -> int:
-        """Number of parameters a device computes with, after gathering."""
+        """Returns the number of parameters that a device computes with, after gathering."""
         sizes = tuple(mesh.shape.values())
         if sizes not in self._params:
             _, sharding = shard_state(config.trainer.step_plan, config.optimizer, self._model, mesh)
@@ -265,7 +264,7 @@ class _Pricing:
 
 
 def _price_layouts(pricing: _Pricing, admitted: Iterable[Layout]) -> list[tuple[StepCost, Layout]]:
-    """The possible layouts, fastest first; ties are broken by the fewest changes."""
+    """Returns the possible layouts, fastest first. Ties are resolved in favor of fewer changes."""
     priced = []
     for layout in admitted:
         with contextlib.suppress(UserError):
@@ -276,11 +275,11 @@ def _price_layouts(pricing: _Pricing, admitted: Iterable[Layout]) -> list[tuple[
 def _choose_candidates(
     priced: Sequence[tuple[StepCost, Layout]], pricing: _Pricing, limit: int | None
 ) -> tuple[list[Candidate], Candidate | None, list[Candidate]]:
-    """Chooses layouts to report.
+    """Chooses the layouts to report.
 
     Returns:
         The fastest fitting layout of each mesh and gather setting, the fastest that changes no bit, and all layouts
-        whose memory was estimated.
+        whose memory has been estimated.
     """
     ranked, tried, same_numbers = dict[tuple[Any, ...], Candidate](), list[Candidate](), None
     for cost, layout in priced:
@@ -297,11 +296,11 @@ def _choose_candidates(
 
 
 def _find_least_memory(tried: Sequence[Candidate], pricing: _Pricing) -> Candidate:
-    """The layout with the least memory, if none fits."""
+    """Finds the layout with the least memory, for the case that none fits."""
     order = sorted(tried, key=lambda candidate: candidate.memory.bytes)
     nearest = pricing.estimate_candidate(order[0].layout, order[0].cost, order[0].limit, enough=None)
     for other in order[1:]:
-        # The estimates of the others are lower bounds.
+        # The estimates of the other layouts are lower bounds.
         if other.memory.bytes >= nearest.memory.bytes:
             break
         candidate = pricing.estimate_candidate(other.layout, other.cost, other.limit, enough=nearest.memory.bytes)
@@ -310,14 +309,14 @@ def _find_least_memory(tried: Sequence[Candidate], pricing: _Pricing) -> Candida
 
 
 def _ranking_key(layout: Layout) -> tuple[Any, ...]:
-    """Mesh and gather setting: a ranking has the best layout of each, so its entries differ."""
+    """Returns the mesh and gather setting: a ranking has only the best layout of each, so that its entries differ."""
     trainer = layout.config.trainer
     axes = (trainer.pipeline_axis_size, trainer.context_axis_size, trainer.expert_axis_size, trainer.model_axis_size)
     return (*axes, trainer.gather)
 
 
 def _compile_best(search: Search, count: int, compile_one: Compile) -> Search:
-    """Compiles layouts in order until `count` of them fit, and the one that changes no bit, and ranks these."""
+    """Compiles layouts in order until `count` of them fit, and the one that changes no bit; ranks these layouts."""
     limit = None if search.budget is None else search.budget.bytes
     fitting, rejected = list[Candidate](), list[Candidate]()
     for candidate in search.ranked:

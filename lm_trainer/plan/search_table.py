@@ -13,7 +13,7 @@ _RECOMPUTED = {"full": "recomputes layers", "dots_no_batch": "recomputes all but
 
 
 def search_lines(search: Search) -> Iterator[str]:
-    """Lines of a search result: the ranking, and the settings of the fastest layout for `lmt train`."""
+    """Yields the lines of a search result: the ranking, and the settings of the fastest layout for `lmt train`."""
     group, compiled = search.devices, any(candidate.compiled is not None for candidate in search.ranked)
     yield f"devices   {group.count} x {group.kind}{_budget_text(search, compiled)}"
     yield f"searched  {search.considered:,} layouts by the cost model" + (

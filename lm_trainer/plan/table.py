@@ -1,4 +1,4 @@
-"""A plan for the terminal."""
+"""Formatting of a plan for the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOT_COUNTED = "Evaluation, the start of a run and what the driver takes are not
 
 
 def plan_lines(plan: RunPlan) -> Iterator[str]:
-    """Lines of a plan: the devices, the memory of one device by phase, and the cost of the run."""
+    """Yields the lines of a plan: the devices, the memory of one device by phase, and the cost of the run."""
     yield from align_rows(list(_plan_rows(plan)))
     yield f"note: {_NOT_COUNTED if plan.compiled else _CAVEAT + ' ' + _NOT_COUNTED}"
     if plan.assumed is not None:
@@ -45,7 +45,7 @@ def _plan_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield "microbatch", f"{format_count(plan.rows, 'row')}, {format_count(plan.microbatches, 'microbatch')} in a step"
     yield "state, per device", ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.state.items())
     for phase in memory.phases:
-        # Counters of steps and layers are too small to mention.
+        # Counters of steps and layers are too small to be listed.
         parts = " + ".join(f"{name} {format_bytes(size)}" for name, size in phase.parts.items() if size >= _LEAST_BYTES)
         yield f"  {phase.name}", f"{format_bytes(phase.bytes)} = {parts}"
     yield "peak, per device", f"{format_bytes(memory.peak.bytes)} in {memory.peak.name}{_budget_verdict(plan)}"
@@ -72,13 +72,13 @@ def _plan_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
 
 
 _LEAST_BYTES = 1024
-"""Minimum bytes of a part of a phase to show it."""
+"""Minimum size in bytes at which a part of a phase is listed."""
 _LEAST_SECONDS = 1e-3
-"""Lower bound of a microbatch's time: it launches some hundreds of kernels, about 5 microseconds each."""
+"""Lower bound of the time of a microbatch: it launches several hundred kernels, at about 5 microseconds each."""
 
 
 def _unreachable_time_warning(plan: RunPlan) -> str | None:
-    """A warning if the assumed MFU gives a time that no device can reach with so little work."""
+    """Returns a warning if no device can reach the time at the assumed MFU with so little work."""
     assert plan.time is not None
     rounds = -(-plan.microbatches // plan.devices.count)
     if plan.compiled is not None or plan.time.step_seconds >= rounds * _LEAST_SECONDS:
@@ -90,7 +90,7 @@ def _unreachable_time_warning(plan: RunPlan) -> str | None:
 
 
 def _program_rows(compiled: CompiledStep) -> Iterator[tuple[str, str]]:
-    """The programs of a step on one device, and their times."""
+    """Yields rows with the programs of a step on one device, and their times."""
     for work in compiled.programs:
         parts = [
             f"{work.flops:.3g} FLOPs" if work.flops else "",
@@ -140,7 +140,7 @@ def _describe_largest_microbatch(plan: RunPlan) -> str:
         if next_rows is None
         else f"; {format_count(next_rows, 'row')} would take {format_bytes(fit.next_bytes or 0)}"
     )
-    # With a batch schedule, the rows may differ between steps, which the key cannot express.
+    # With a batch schedule, the number of rows may differ between steps, which the key cannot express.
     if _is_within_budget(plan) and (fit.rows is None or fit.rows <= plan.rows):
         return f"{format_count(plan.rows, 'row')}, as it is{above}"
     if fit.rows is None:
@@ -167,7 +167,7 @@ def _is_within_budget(plan: RunPlan) -> bool:
 
 
 def _memory_advice(plan: RunPlan) -> str:
-    """Advice on the largest part of the peak."""
+    """Returns advice that addresses the largest part of the peak."""
     tensor = "trainer.model_axis_size with trainer.tensor_parallel_axes"
     if plan.gather == "model":
         return (
@@ -183,14 +183,14 @@ def _memory_advice(plan: RunPlan) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Aligns rows of equally many cells into columns."""
+    """Aligns rows that have the same number of cells into columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def format_count(number: int, noun: str) -> str:
-    """`1 row`, `2 rows`, `2 microbatches`."""
+    """Formats a number and a noun: `1 row`, `2 rows`, `2 microbatches`."""
     return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
@@ -199,7 +199,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """A number of bytes in binary units: `1.50 GiB`."""
+    """Formats a number of bytes in binary units: `1.50 GiB`."""
     for unit in ("GiB", "MiB", "KiB"):
         scale = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}[unit]
         if count >= scale:

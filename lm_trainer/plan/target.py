@@ -1,4 +1,4 @@
-"""Devices that are only described: their own compiler compiles for them without hardware."""
+"""Devices that are only described, so that their own compiler can compile for them without the hardware."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from lm_trainer.plan.gpu_target import gpu_target
 from lm_trainer.profile.devices import device_platform
 
 _GENERATIONS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
-"""Device kind -> its name in topologies."""
+"""Maps kinds of device to their names in topologies."""
 _FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _CUBIC = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")
-"""Available slices: see "TPU configurations" in the documentation of Google Cloud."""
+"""Slices that exist; see "TPU configurations" in the documentation of Google Cloud."""
 
 
 def target_devices(group: DeviceGroup) -> Sequence[Any]:
-    """The described devices of a group.
+    """Returns the described devices of a group.
 
-    GPUs in nodes of 8, or a TPU slice; for a number of TPUs, the first ones of the smallest slice that has enough.
+    These are GPUs in nodes of 8, or the chips of a TPU slice. If only a number of TPUs is given, they are the first
+    chips of the smallest slice that has enough.
 
     Raises:
-        UserError: for another kind, a missing compiler, or a slice that does not exist.
+        UserError: if the kind is another one, the compiler is missing, or the slice does not exist.
     """
     if device_platform(group.kind) == "gpu":
         return _gpu_devices(group)

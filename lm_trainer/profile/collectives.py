@@ -1,4 +1,4 @@
-"""Bytes a compiled program sends between devices, read from its HLO text."""
+"""Bytes that a compiled program sends between devices, determined from its HLO text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SENT: Mapping[str, Callable[[float, int], float]] = {
     "all-to-all": lambda size, n: size * (n - 1) / n,
     "collective-permute": lambda size, _: size,
 }
-"""Bytes sent by one device in a ring algorithm, from the bytes of its result and the number of devices."""
+"""Number of bytes that one device sends in a ring algorithm, from the bytes of its result and the number of devices."""
 
 
 class Transfer(NamedTuple):
@@ -92,10 +92,10 @@ def list_transfers(hlo: str) -> list[Transfer]:
 
 
 def bytes_sent(hlo: str) -> dict[str, float]:
-    """Collective -> bytes each device sends in one run of an optimised program.
+    """Returns, for each kind of collective, the bytes that each device sends in one run of an optimised program.
 
     Raises:
-        ValueError: if a collective's devices cannot be parsed from its line.
+        ValueError: if the devices of a collective cannot be parsed from its line.
     """
     sent: dict[str, float] = {}
     for transfer in list_transfers(hlo):
@@ -111,11 +111,11 @@ def _pairs(attributes: str) -> list[list[int]]:
 
 
 def _find_collectives(program: Program) -> Iterator[tuple[Instruction, float]]:
-    """The collectives of a program, including inside fusions, each with its number of runs."""
+    """Yields the collectives of a program, including those inside fusions, each with its number of runs."""
     for op, _, times in walk_instructions(program):
         if _is_continued(op):
             continue
-        # An all-reduce the TPU compiler fused with the slice of its result takes the time of a reduce-scatter
+        # An all-reduce that the TPU compiler fused with the slice of its result takes as long as a reduce-scatter
         # (Austin et al. 2025, "How to Scale Your Model", part 9).
         scatters = any(name.startswith("all-reduce-scatter") for name in op.called_computations("calls"))
         for one in (op, *(inner for inner, _ in walk_fusion(program, op))):
@@ -124,19 +124,19 @@ def _find_collectives(program: Program) -> Iterator[tuple[Instruction, float]]:
 
 
 def _is_continued(op: Instruction) -> bool:
-    """True for a fusion that contains a collective started by another fusion.
+    """Returns true for a fusion that contains a collective that another fusion has started.
 
-    A TPU program passes a collective through the fusions it overlaps with, up to the one that waits for it.
+    A TPU program passes a collective through the fusions that it overlaps with, up to the fusion that waits for it.
     """
     carries = any(name.startswith("async_collective_fusion") for name in op.called_computations("calls"))
     return carries or op.name.startswith("async-collective-done")
 
 
 def _collective_bytes(shape: str, kind: str, start: str | None) -> float:
-    """The bytes of a collective's results."""
+    """Returns the size in bytes of the results of a collective."""
     arrays = [(dtype, dims) for dtype, dims in ARRAY.findall(shape)]
     if start and kind != "all-reduce":
-        # The start of an asynchronous collective returns its operands, its results, and scalars with its state.
+        # The start of an asynchronous collective returns its operands, its results, and scalars that contain its state.
         arrays = [(dtype, dims) for dtype, dims in arrays if dims or dtype not in ("u32", "s32")]
         arrays = arrays[len(arrays) // 2 :]
     return sum(array_bytes(dtype, dims) for dtype, dims in arrays)

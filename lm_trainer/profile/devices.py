@@ -63,15 +63,15 @@ _BANDWIDTHS: dict[str, tuple[float, float | None, str]] = {
     "TPU v5": (2765, 600, _TPU),
     "TPU v6 lite": (1640, 448, _TPU),
 }
-"""GB/s of one JAX device's memory, and GB/s it sends to its neighbours by NVLink or the links of a TPU slice (half
-of a datasheet's figure for both directions); None without such links."""
+"""Memory bandwidth of one JAX device in GB/s, and the GB/s that it sends to its neighbours over NVLink or the links of
+a TPU slice (half of a datasheet's figure for both directions); None if it has no such links."""
 
 NODE = 8
-"""GPUs of a node, as in NVIDIA's DGX and HGX machines."""
+"""Number of GPUs of a node, as in NVIDIA's DGX and HGX machines."""
 
 _ADAPTERS = {"GB200": 50, "B200": 50, "H200": 50, "H100": 50, "A100-SXM4": 25}
-"""GB/s of the network adapter of each GPU in a DGX machine, by a part of its name: 400 Gb/s, in the DGX A100 200 Gb/s
-(user guides of these machines)."""
+"""Bandwidth in GB/s of the network adapter of each GPU in a DGX machine, by part of the machine's name: 400 Gb/s, but
+200 Gb/s in the DGX A100 (user guides of these machines)."""
 
 _SHORT = {
     "cpu": "cpu",
@@ -102,19 +102,19 @@ _SHORT = {
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The memory of one JAX device."""
+    """Memory of one JAX device."""
 
     bytes: int
     source: str
 
 
 def device_kind(name: str) -> str:
-    """The `jax.Device.device_kind` of a short name; a device kind is returned unchanged. Case is ignored.
+    """Returns the `jax.Device.device_kind` for a short name. A device kind is returned as it is. Case is ignored.
 
     Raises:
-        UserError: for an unknown device.
+        UserError: if the device is unknown.
     """
-    # Returns the case of the table, because only exact kinds have figures.
+    # Returns the case used in the table, because only exact kinds have figures.
     kinds = {kind.lower(): kind for kind in (*known_devices(), *_SHORT.values())}
     names = kinds | {short.lower(): kind for short, kind in _SHORT.items()}
     if (kind := names.get(name.strip().lower())) is not None:
@@ -127,26 +127,26 @@ def device_kind(name: str) -> str:
 
 
 def device_memory(kind: str) -> DeviceMemory | None:
-    """The datasheet's figure for a `jax.Device.device_kind`; None if it has none, such as a CPU."""
+    """Returns the datasheet's figure for a `jax.Device.device_kind`; None if there is none, as for a CPU."""
     entry = _GIGABYTES.get(kind)
     return None if entry is None else DeviceMemory(int(entry[0] * 1e9), entry[1])
 
 
 @dataclass(frozen=True)
 class Bandwidths:
-    """The bandwidths of one JAX device, in bytes per second."""
+    """Bandwidths of one JAX device, in bytes per second."""
 
     memory: float
     network: float | None
-    """Maximum rate of sending to other devices of its node or slice; None without such links."""
+    """Maximum rate of sending to other devices of the same node or slice; None if there are no such links."""
     source: str
     between_nodes: float | None = None
-    """Maximum rate of sending to devices of other nodes by its own network adapter, in a node of `NODE` devices; None
-    for an unknown machine, and for a TPU, whose slice is one network."""
+    """Maximum rate of sending to devices of other nodes over the device's own network adapter, in a node of `NODE`
+    devices; None for an unknown machine, and for a TPU, whose slice is one network."""
 
 
 def device_bandwidths(kind: str) -> Bandwidths | None:
-    """The datasheet's figures for a `jax.Device.device_kind`; None if it has none, such as a CPU."""
+    """Returns the datasheet's figures for a `jax.Device.device_kind`; None if there are none, as for a CPU."""
     if (entry := _BANDWIDTHS.get(kind)) is None:
         return None
     memory, network, source = entry
@@ -156,5 +156,5 @@ def device_bandwidths(kind: str) -> Bandwidths | None:
 
 
 def device_platform(kind: str) -> str:
-    """`cpu`, `gpu` or `tpu`: the value of `jax.default_backend` on a machine with such a device."""
+    """Returns `cpu`, `gpu` or `tpu`: the value of `jax.default_backend` on a machine with such a device."""
     return "cpu" if kind == "cpu" else "tpu" if kind.startswith("TPU") else "gpu"

@@ -1,4 +1,4 @@
-"""FLOPs and parameter counts of a decoder, computed from its spec."""
+"""Numbers of FLOPs and parameters of a decoder, computed from its spec."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lm_trainer.nn.spec import (
 
 
 class FlopsCount(NamedTuple):
-    """FLOPs of one forward pass per token, by part; a multiply-add counts as two.
+    """Number of FLOPs of one forward pass per token, by part; a multiply-add counts as two.
 
-    Levanter uses the same definition of model FLOPs for MFU, so figures are comparable: attention is counted as if
-    every token attends to the full sequence (no saving for causality), norms, activations, embeddings and biases are
-    omitted, and recomputation (gradient checkpointing) never counts.
+    This is the definition of model FLOPs for MFU that Levanter uses, so figures are comparable. Attention is counted as
+    if every token attended to the full sequence (no reduction for causality); norms, activations, embeddings and biases
+    are not counted, and neither is recomputation (gradient checkpointing).
     """
 
     qkv: int
@@ -34,48 +34,48 @@ class FlopsCount(NamedTuple):
     attention_softmax: int
     """Mask and softmax: 3 * seq_len * heads, over all layers."""
     mlp: int
-    """2 * (number of matrices) * hidden * mlp width, over all layers; with experts, the experts used by a token, and
-    the router."""
+    """2 * (number of matrices) * hidden * mlp width, over all layers. With experts, counts the router and the experts
+    that one token uses."""
     head: int
     """2 * hidden * vocabulary."""
     senses: int = 0
-    """Products that compute senses, the queries and keys of their weights, and the weighted sum."""
+    """Products that compute the senses, the queries and keys of their weights, and the weighted sum."""
     cross: int = 0
-    """Attention to an encoder, over all layers: queries, result, scores, weighted sum and softmax; keys and values,
-    computed once per row, are divided among its tokens."""
+    """Attention to an encoder, over all layers: queries, result, scores, weighted sum and softmax. Keys and values are
+    computed once per row and divided among its tokens."""
     encoder: int = 0
-    """The encoder of a row, divided among its tokens."""
+    """The encoder of a row, divided among the tokens of the row."""
 
     @property
     def forward(self) -> int:
-        """FLOPs of one forward pass, per token."""
+        """Number of FLOPs per token of one forward pass."""
         return sum(self)
 
     @property
     def forward_matmul(self) -> int:
-        """FLOPs of only the matrix products of one forward pass, per token."""
+        """Number of FLOPs per token of only the matrix products of one forward pass."""
         return self.forward - self.attention_softmax
 
     @property
     def training(self) -> int:
-        """FLOPs of forward and backward pass, per token: three times the forward pass."""
-        # For each product, the backward pass computes two: the gradients of its input and of its weight.
+        """Number of FLOPs per token of the forward and backward passes: three times the forward pass."""
+        # For each product, the backward pass computes two products: the gradients of its input and of its weight.
         return 3 * self.forward
 
     def training_with_adapters(self, adapters: int) -> int:
-        """FLOPs of forward and backward pass, per token, if all weights except adapters are frozen.
+        """Returns the number of FLOPs per token of forward and backward passes if only adapters are trained.
 
-        A product with a frozen weight has only the gradient of its input, so it costs twice its forward pass; scores,
-        softmax and adapters cost three times.
+        For a product with a frozen weight, only the gradient of the input is computed, so it costs twice its forward
+        pass. Scores, softmax and adapters cost three times their forward pass.
 
         Args:
-            adapters: FLOPs of a forward pass through all adapters: 2 per weight.
+            adapters: number of FLOPs of a forward pass through all adapters: 2 per weight.
         """
         return 2 * self.forward + self.attention_product + self.attention_softmax + 3 * adapters
 
 
 def flops_per_token(spec: DecoderSpec, seq_len: int) -> FlopsCount:
-    """FLOPs per token for sequences of `seq_len` tokens.
+    """Returns the number of FLOPs per token for sequences of `seq_len` tokens.
 
     MFU is `flops_per_token(...).training * tokens per second / peak FLOP/s of all devices`.
     """
@@ -105,23 +105,24 @@ def _cross_attention_flops(block: BlockSpec, spec: DecoderSpec, seq_len: int) ->
 
 
 def _encoder_flops(spec: DecoderSpec) -> int:
-    """FLOPs of the encoder for one row."""
+    """Returns the number of FLOPs of the encoder for one row."""
     if spec.encoder is None:
         return 0
     length, dim = spec.encoder.num_positions, spec.hidden_dim
-    # Width 3; the first convolution has one position per frame, twice as many as the second.
+    # The width is 3. The first convolution has one position per frame, twice as many as the second.
     convolutions = 2 * length * 2 * 3 * spec.encoder.num_features * dim + length * 2 * 3 * dim * dim
     layers = flops_per_token(spec.encoder_stack, length)._replace(head=0).forward
     return convolutions + length * layers
 
 
 def ring_score_fraction(spec: DecoderSpec, seq_len: int, devices: int) -> float:
-    """The fraction of query-key pairs whose scores a ring of devices computes, averaged over heads and layers.
+    """Returns the fraction of query-key pairs whose scores a ring of devices computes, averaged over heads and layers.
 
-    About half with a causal mask, which hides whole blocks; less with windows. `flops_per_token` counts all pairs.
+    With a causal mask, which hides whole blocks, it is about a half, and less with windows. `flops_per_token` counts
+    all pairs.
 
     Args:
-        spec: a model whose attention supports a ring.
+        spec: spec of a model whose attention supports a ring.
         seq_len: number of positions of a row.
         devices: number of devices that share the positions.
     """
@@ -136,15 +137,15 @@ def ring_score_fraction(spec: DecoderSpec, seq_len: int, devices: int) -> float:
 
 
 def recomputed_flops_per_token(spec: DecoderSpec, seq_len: int, *, every_layer: bool = False) -> int:
-    """Additional FLOPs per token of rematerialisation in a training step, counted as in `FlopsCount`.
+    """Returns the number of FLOPs per token that rematerialisation adds to a training step, as in `FlopsCount`.
 
-    With `every_layer`, each layer is fully recomputed once, regardless of the spec: a step that computes the gradient
-    layer by layer does this, because it cannot store activations as the spec says.
+    With `every_layer`, each layer is fully recomputed once, regardless of the spec. A step that computes gradients
+    layer by layer does this, because it cannot store activations as the spec requires.
 
-    Hardware FLOPs utilisation (HFU) is MFU with these FLOPs added to a training step (PaLM: Chowdhery et al. 2022,
-    arXiv 2204.02311, appendix B). As usual, a block without stored activations counts its full forward pass, although
-    the compiler omits products whose results no gradient needs. Recomputation inside an attention kernel is not
-    counted.
+    Hardware FLOPs utilisation (HFU) is MFU with these FLOPs added to the FLOPs of a training step (PaLM: Chowdhery et
+    al. 2022, arXiv 2204.02311, appendix B). As is usual, a block without stored activations counts as a full forward
+    pass, although the compiler omits products whose results no gradient needs. Recomputation inside an attention kernel
+    is not counted.
     """
     in_encoder = _recomputed_encoder_flops(spec, seq_len)
     if every_layer:
@@ -199,17 +200,17 @@ def _num_last_weights(mlp: MlpSpec | MoeSpec, hidden: int) -> int:
 
 
 def _sense_flops(spec: SenseSpec, hidden: int, seq_len: int) -> int:
-    # One multiply-add per weight: the MLP, its output for one vector and for every sense, query and key. Then, for each
-    # of seq_len positions: the scores, and the sum over all senses.
+    # One multiply-add per weight: the MLP, its output for one vector and for each sense, the query and the key. In
+    # addition, for each of seq_len positions: the scores, and the sum over all senses.
     count, width = spec.attention.num_heads, spec.attention.num_heads * spec.attention.head_dim
     weights = 2 * hidden * spec.mlp.hidden_dim + (1 + count) * hidden * spec.out.hidden_dim + 2 * hidden * width
     return 2 * weights + 2 * seq_len * (width + count * hidden)
 
 
 def parameter_count(spec: DecoderSpec) -> int:
-    """Number of parameters; a head tied to the token embedding counts once."""
+    """Returns the number of parameters; a head tied to the token embedding is not counted twice."""
     positions = spec.num_positions if spec.embedding.learned_positions else 0
-    # Rows of hidden_dim: token embedding, learned positions, and an untied head.
+    # Rows of size hidden_dim: token embedding, learned positions, and an untied head.
     rows = spec.vocab_size + positions + (0 if spec.head.tied else spec.vocab_size)
     blocks = sum(_block_parameters(block, spec.hidden_dim) for block in spec.blocks)
     norms = sum(_norm_parameters(norm, spec.hidden_dim) for norm in (spec.embedding.norm, spec.final_norm))
@@ -242,7 +243,7 @@ def _block_parameters(block: BlockSpec, hidden: int) -> int:
 
 def _attention_parameters(spec: AttentionSpec, hidden: int) -> int:
     width, kv_width = spec.num_heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    # Query and output are hidden x width, key and value hidden x kv_width.
+    # Query and output are hidden x width; key and value are hidden x kv_width.
     total = 2 * hidden * (width + kv_width)
     if spec.bias:
         total += width + (1 + spec.key_bias) * kv_width
@@ -264,7 +265,7 @@ def _mlp_parameters(spec: MlpSpec | MoeSpec, hidden: int) -> int:
 
 
 def _num_active_weights(spec: MlpSpec | MoeSpec, hidden: int) -> int:
-    """Number of weights used per token: of experts, the selected ones and the router."""
+    """Returns the number of weights used per token; with experts, counts the router and the selected experts."""
     if isinstance(spec, MoeSpec):
         return spec.num_experts * hidden + spec.top_k * 3 * hidden * spec.hidden_dim
     return (2 + spec.gated) * hidden * spec.hidden_dim

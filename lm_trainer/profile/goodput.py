@@ -1,4 +1,4 @@
-"""Goodput: the share of a run's wall time spent on steps that are part of its final state."""
+"""Goodput: fraction of a run's wall time that is spent on steps that are part of its final state."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any
 
 GOODPUT, WALL_TIME = "throughput/goodput", "throughput/wall_time"
-"""Metric names: a share from 0 to 1, and seconds over all attempts."""
+"""Names of metrics: a fraction from 0 to 1, and seconds over all attempts."""
 
 _CHUNK = 1 << 16
 
 
 class Goodput:
-    """Adds up the seconds of a run over all of its attempts.
+    """Adds up the time of a run over all of its attempts.
 
-    Productive time is the time of steps, without data wait, in the attempts that led to the current state: steps
-    recomputed after a resume count once. Everything else (start-up, compilation, evaluation, blocking saves, lost
-    steps) counts only as wall time. Time between two attempts counts as neither, nor does the time of a killed attempt
-    after its last recorded step.
+    Productive time is the time of the steps, without waiting for data, in the attempts that led to the current state:
+    steps that are recomputed after a resume count once. Everything else (start-up, compilation, evaluation, blocking
+    saves, lost steps) counts only as wall time. Time between two attempts counts as neither, nor does the time of a
+    killed attempt after its last recorded step.
 
     Args:
-        productive: seconds of the steps before this attempt.
-        spent: seconds of earlier attempts.
+        productive: time in seconds of the steps before this attempt.
+        spent: wall time in seconds of earlier attempts.
         started: clock time at which this attempt started.
         clock: a monotonic clock, in seconds.
     """
@@ -34,12 +34,12 @@ class Goodput:
 
     @classmethod
     def resume(cls, metrics: Path, step: int, started: float) -> Goodput:
-        """Continues from the lines of a run's metrics.jsonl; call it before lines after `step` are dropped.
+        """Continues from the lines of a run's metrics.jsonl. Must be called before lines after `step` are dropped.
 
         Args:
-            metrics: the file, which may not exist.
+            metrics: path of the file, which may not exist.
             step: the step at which this attempt starts.
-            started: the value of `time.perf_counter` at its start.
+            started: the value of `time.perf_counter` at the start of this attempt.
         """
         productive = spent = 0.0
         for line in _lines_backwards(metrics) if step else ():
@@ -55,7 +55,7 @@ class Goodput:
         """Records a finished step.
 
         Args:
-            seconds: time of the step without data wait; 0 for a step without a measured time.
+            seconds: time of the step without waiting for data; 0 for a step whose time was not measured.
 
         Returns:
             `throughput/goodput` and `throughput/wall_time`.
@@ -66,7 +66,7 @@ class Goodput:
 
 
 def _lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the complete records of a JSON lines file, last one first, reading lazily."""
+    """Yields the complete records of a JSON lines file, from last to first, reading lazily."""
     if not path.is_file():
         return
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The text of compiled programs (HLO): arrays, instructions and their number of runs."""
+"""Parser for the text of compiled programs (HLO): arrays, instructions and how often they run."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
-"""The dtype of an array, and its comma-separated dimensions."""
+"""Matches an array; the groups are its dtype and its comma-separated dimensions."""
 
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
-# Memory space 1 in a tiled layout, which only TPUs have.
+# Matches memory space 1 in a tiled layout, which exists only on TPUs.
 _ON_CHIP = re.compile(r"\w+\[[\d,]*\]\{[^{}]*T\([^{}]*S\(1\)[^{}]*\}")
-# Long lists have an index comment at every fifth element.
+# Long lists contain a comment with the index at every fifth element.
 _COMMENT = re.compile(r"/\*.*?\*/")
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 
 
 def array_bytes(dtype: str, dims: str) -> float:
-    """The bytes of an array, from the two groups of `ARRAY`."""
-    # A bool takes one byte; other names end in their number of bits, and 4-bit numbers share bytes.
+    """Returns the size of an array in bytes, from the two groups of `ARRAY`."""
+    # A bool takes one byte; the names of other dtypes end in their number of bits. 4-bit numbers share bytes.
     bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
     return math.prod(int(d) for d in dims.split(",") if d) * bits / 8
 
 
 def array_dimensions(shape: str) -> list[int]:
-    """The dimensions of the first array in a shape; [] without an array."""
+    """Returns the dimensions of the first array in a shape; [] if there is no array."""
     match = ARRAY.search(shape)
     return [int(d) for d in match[2].split(",") if d] if match else []
 
@@ -36,29 +36,29 @@ class Instruction(NamedTuple):
 
     name: str
     shape: str
-    """The type of the result; several types are in parentheses."""
+    """Type of the result; several types are in parentheses."""
     opcode: str
     operands: list[str]
-    """Names of instructions of the same computation."""
+    """Names of operands, which are instructions of the same computation."""
     attributes: str
-    """The text after the operands: attributes."""
+    """Text after the operands, which contains the attributes."""
     operand_text: str = ""
-    """The operands as text: the number of a parameter, or the value of a constant."""
+    """Operands as text: the number of a parameter, or the value of a constant."""
     is_root: bool = False
-    """True for the result of the computation."""
+    """True if the instruction is the result of the computation."""
 
     @property
     def size(self) -> float:
-        """Bytes of the result in device memory, without results in a TPU's on-chip memory."""
+        """Size of the result in bytes in device memory; results in a TPU's on-chip memory do not count."""
         return sum(array_bytes(dtype, dims) for dtype, dims in ARRAY.findall(_ON_CHIP.sub("", self.shape)))
 
     def called_computations(self, *keys: str) -> list[str]:
-        """The computations referenced by the attributes `keys`."""
+        """Returns the names of the computations that the attributes `keys` refer to."""
         return re.findall(rf"(?:{'|'.join(keys)})=\{{?%?([\w.\-]+)", self.attributes)
 
 
 Computation = dict[str, Instruction]
-"""Instructions by name, in order."""
+"""Instructions by name, in program order."""
 
 
 class Program(NamedTuple):
@@ -66,7 +66,7 @@ class Program(NamedTuple):
 
     entry: Computation
     computations: Mapping[str, Computation]
-    """All computations, by name."""
+    """All computations by name."""
 
 
 def parse_program(hlo: str) -> Program:
@@ -88,12 +88,12 @@ def parse_program(hlo: str) -> Program:
 
 
 def split_at_closing(text: str, opening: str = "(", closing: str = ")") -> tuple[str, str]:
-    """Splits a text at the bracket that closes one opened before it; without such a bracket, the second part is empty.
+    """Splits a text at the bracket that closes one opened before it. If there is none, the second part is empty.
 
     Args:
-        text: the text after the opened bracket.
+        text: text after the opening bracket.
         opening: characters that open a bracket.
-        closing: characters that close one.
+        closing: characters that close a bracket.
     """
     depth = 1
     for index, character in enumerate(text):
@@ -104,7 +104,7 @@ def split_at_closing(text: str, opening: str = "(", closing: str = ")") -> tuple
 
 
 def _split_at_commas(text: str) -> list[str]:
-    """Splits at commas outside brackets."""
+    """Splits a text at commas that are outside brackets."""
     parts, depth = [""], 0
     for character in text:
         depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(character, 0)
@@ -116,15 +116,15 @@ def _split_at_commas(text: str) -> list[str]:
 
 
 def walk_instructions(program: Program) -> Iterator[tuple[Instruction, Computation, float]]:
-    """Yields the instructions a program runs, each with its computation and number of runs.
+    """Yields the instructions that a program runs, each with its computation and number of runs.
 
-    A fusion is one instruction; its contents are not yielded.
+    A fusion is one instruction; the instructions inside it are not yielded.
     """
     yield from _walk_computation(program.entry, 1.0, program.computations)
 
 
 def walk_fusion(program: Program, op: Instruction) -> Iterator[tuple[Instruction, Computation]]:
-    """Yields the instructions inside a fusion or an asynchronous call, nested ones too, with their computations."""
+    """Yields the instructions inside a fusion or asynchronous call, including nested ones, and their computations."""
     for name in op.called_computations("calls"):
         for inner in program.computations[name].values():
             yield inner, program.computations[name]
@@ -138,7 +138,7 @@ def _walk_computation(
         if op.opcode == "while":
             for body in op.called_computations("body"):
                 yield from _walk_computation(computations[body], times * _trip_count(op, computations), computations)
-        # call-start runs a computation on another unit, such as a TPU's SparseCores.
+        # call-start runs a computation on another unit, such as the SparseCores of a TPU.
         elif op.opcode in ("call", "call-start", "conditional"):
             for called in op.called_computations(
                 "to_apply", "branch_computations", "true_computation", "false_computation"
@@ -149,10 +149,10 @@ def _walk_computation(
 
 
 def _trip_count(loop: Instruction, computations: Mapping[str, Computation]) -> int:
-    """The trip count of a loop; 1 if it cannot be parsed."""
+    """Returns the trip count of a loop; 1 if it cannot be parsed."""
     if match := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(match[1])
-    # TPU programs lack it. Loops over layers, microbatches and the like count up from 0 to a constant.
+    # TPU programs do not state it. Loops over layers, microbatches and the like count from 0 to a constant.
     for name in loop.called_computations("condition"):
         condition = computations[name]
         last = [*condition.values()][-1]
@@ -165,9 +165,9 @@ def _trip_count(loop: Instruction, computations: Mapping[str, Computation]) -> i
 
 
 def _loop_increment(loop: Instruction, counter: Instruction, computations: Mapping[str, Computation]) -> int:
-    """The increment of a loop's counter; 1 if it cannot be parsed.
+    """Returns the increment of a loop's counter; 1 if it cannot be parsed.
 
-    It is 2 if XLA unrolled a loop once, for example a loop that overlaps a product with the exchange of its pieces.
+    It is 2 if XLA unrolled the loop once, for example a loop that overlaps a product with the exchange of its pieces.
     """
     (name,), index_match = loop.called_computations("body"), re.search(r"index=(\d+)", counter.attributes)
     body = computations[name]

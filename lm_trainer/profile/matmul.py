@@ -1,4 +1,4 @@
-"""FLOP/s of a plain matrix product on this machine: a practical peak to compare a training step with.
+"""FLOP/s of a simple matrix product on this machine: a practical peak to which a training step can be compared.
 
 Shape letters: N rows and columns of the square operands.
 """
@@ -15,17 +15,18 @@ import numpy as np
 
 _CPU_SIZE, _ACCELERATOR_SIZE = 2048, 8192
 _CPU_PRODUCTS, _ACCELERATOR_PRODUCTS = 2, 16
-"""Chains on accelerators are long, so the measurement excludes the time to enqueue them."""
+"""Chains on accelerators are long, so that the measurement excludes the time to enqueue them."""
 
 
 class MatmulProbe:
-    """A chain of square matrix products, run concurrently on all given devices.
+    """A chain of square matrix products, which runs concurrently on all given devices.
 
-    Devices that share hardware (emulated CPU devices) therefore share its peak.
+    Devices that share hardware, such as emulated CPU devices, therefore share its peak.
 
     Args:
         devices: devices of one kind.
-        dtype: dtype of operands and results, with JAX's default precision (on NVIDIA GPUs, float32 is TF32).
+        dtype: dtype of operands and results, with JAX's default precision (on NVIDIA GPUs, float32 is computed in
+            TF32).
         size: N; by default 2048 on a CPU and 8192 on an accelerator.
         products: number of products in a chain.
     """
@@ -42,11 +43,11 @@ class MatmulProbe:
         self.dtype = jnp.dtype(dtype)
         self.size = size or (_CPU_SIZE if cpu else _ACCELERATOR_SIZE)
         self.products = products or (_CPU_PRODUCTS if cpu else _ACCELERATOR_PRODUCTS)
-        # N^3 multiply-adds for each product.
+        # N^3 multiply-adds per product.
         self.flops = 2.0 * self.size**3 * self.products * len(devices)
-        """FLOPs of one `run`, over all devices."""
+        """Number of FLOPs of one `run`, over all devices."""
         generator = np.random.default_rng(0)
-        # Keeps variance 1 along the chain: zeros and overflows would change the power draw.
+        # Keeps the variance at 1 along the chain, because zeros and overflows would change the power draw.
         x_NN = generator.standard_normal((self.size, self.size), np.float32)
         w_NN = generator.standard_normal((self.size, self.size), np.float32) / np.sqrt(self.size)
         self._operands = [jax.device_put((x_NN.astype(self.dtype), w_NN.astype(self.dtype)), d) for d in devices]
@@ -54,9 +55,9 @@ class MatmulProbe:
         self.run()
 
     def run(self) -> float:
-        """Seconds of one chain on every device, from the first call to the last result."""
+        """Returns the time in seconds of one chain on every device, from the first call to the last result."""
         started = time.perf_counter()
-        # Starts all devices before waiting for any.
+        # Starts all devices before waiting for any of them.
         results = [self._chain(*operands) for operands in self._operands]
         jax.block_until_ready(results)
         return time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Memory used by this process, on the host and on its devices, and memory of the machine."""
+"""Memory used by this process on the host and on its devices, and memory of the machine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _STATM = Path("/proc/self/statm")
 
 
 def memory_meter() -> Callable[[], dict[str, float]]:
-    """Returns a function that measures, in GiB, the memory figures available on this machine.
+    """Returns a function that measures, in GiB, the memory figures that are available on this machine.
 
-    Its results: `memory/host`, resident memory of this process (Linux); `memory/device_peak`, the peak memory of its
-    fullest device so far, if the backend reports it (not on a CPU).
+    The function returns `memory/host`, the resident memory of this process (on Linux), and `memory/device_peak`, the
+    peak memory so far of the device that uses the most, if the backend reports it (not on a CPU).
     """
     counting = [device for device in jax.local_devices() if device.memory_stats()]
 
@@ -32,7 +32,7 @@ def memory_meter() -> Callable[[], dict[str, float]]:
 
 
 def host_memory() -> int | None:
-    """Bytes of memory of this machine; None if unknown."""
+    """Returns the memory of this machine in bytes; None if unknown."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Throughput of a run in progress."""
+"""Throughput of a run that is in progress."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from lm_trainer.profile.goodput import Goodput
 
 
 class Meter:
-    """Tokens per second, step time, MFU and HFU over the last steps.
+    """Measures tokens per second, step time, MFU and HFU over the most recent steps.
 
-    A step's time starts at the end of the previous step, so it includes everything between two steps except what
-    `pause` excludes. The first step, which may include compilation, has no time.
+    The time of a step starts at the end of the previous step, so it includes everything between the two steps except
+    what `pause` excludes. The first step, which may include compilation, is not timed.
 
     Args:
-        flops_per_token: FLOPs of a training step, forward and backward.
-        recomputed: additional FLOPs per token of rematerialisation; None if unknown.
-        peak_flops: FLOP/s of all devices of the run, from their datasheet; None if unknown.
-        goodput: receives the time of the steps; None disables it.
-        window: number of last steps over which tokens per second, MFU and HFU are averaged.
+        flops_per_token: number of FLOPs of a training step, forward and backward.
+        recomputed: number of FLOPs per token that rematerialisation adds; None if unknown.
+        peak_flops: peak FLOP/s of all devices of the run, from their datasheets; None if unknown.
+        goodput: receives the times of the steps; None disables goodput.
+        window: number of most recent steps over which tokens per second, MFU and HFU are averaged.
         clock: a monotonic clock, in seconds.
     """
 
@@ -40,31 +40,31 @@ class Meter:
         self._last: float | None = None
 
     def record_step(self, tokens: float, *, loading: float = 0.0, done: float | None = None) -> dict[str, float]:
-        """Records a step; call it when the step's result is available.
+        """Records a step. Must be called when the result of the step is available.
 
         Args:
-            tokens: tokens of the step, over all hosts.
-            loading: seconds the step waited for data.
-            done: clock time at which it finished; None means now.
+            tokens: number of tokens of the step, over all hosts.
+            loading: time in seconds that the step waited for data.
+            done: clock time at which the step finished; None: now.
 
         Returns:
-            `throughput/loading_time` (s) always; `step_time` (s) and `tokens_per_second` from the second step after a
-            start or pause, and with them `data_wait`, the share of these steps' time spent waiting for data, from 0 to
-            1; `mfu` and `hfu` in percent if their inputs are known; the results of `Goodput.step`.
+            `throughput/loading_time` (s) and the results of `Goodput.record_step` always. From the second step after a
+            start or pause on, also `step_time` (s), `tokens_per_second`, `data_wait` (the fraction of the time of these
+            steps spent waiting for data, from 0 to 1) and, if their inputs are known, `mfu` and `hfu` in percent.
         """
         finished, last = self._clock() if done is None else done, self._last
         self._last = finished
         metrics: dict[str, float] = {"throughput/loading_time": loading}
-        # A clock that has not advanced gives no rate.
+        # If the clock has not advanced, there is no rate.
         if last is not None and finished > last:
-            # Sum of tokens over sum of seconds: a mean of rates would overweight short steps.
+            # The sum of tokens over the sum of seconds, because a mean of rates would overweight short steps.
             self._steps.append((tokens, finished - last, loading))
             all_tokens, seconds, waited = (sum(column) for column in zip(*self._steps, strict=True))
             speed = all_tokens / seconds
             metrics |= {
                 "throughput/step_time": finished - last,
                 "throughput/tokens_per_second": speed,
-                # Loading and step use different clock readings, so loading may appear slightly longer.
+                # Loading and step use different clock readings, so loading may appear to take slightly longer.
                 "throughput/data_wait": min(waited / seconds, 1.0),
             }
             if self._peak:
@@ -76,5 +76,5 @@ class Meter:
         return metrics
 
     def pause(self) -> None:
-        """Excludes the time until the end of the next step from training time, for example for an evaluation."""
+        """Excludes the time until the end of the next step from training time, for example because of an evaluation."""
         self._last = None

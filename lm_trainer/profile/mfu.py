@@ -1,6 +1,6 @@
-"""The measurement of `lmt bench mfu`: speed of a training step relative to two peaks.
+"""Measurement of `lmt bench mfu`: the speed of a training step relative to two peaks.
 
-Steps and chains of matrix products are timed alternately, so drifts of the machine's speed affect both.
+Steps and chains of matrix products are timed alternately, so that changes in the speed of the machine affect both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Workload(Protocol):
 
     @property
     def run_step(self) -> Callable[[], None]:
-        """Runs one full training step; returns when its result is available."""
+        """Runs one full training step, and returns when its result is available."""
         ...
 
     @property
@@ -27,12 +27,12 @@ class Workload(Protocol):
 
     @property
     def flops_per_token(self) -> float:
-        """FLOPs per token of a training step, forward and backward."""
+        """Number of FLOPs per token of a training step, forward and backward."""
         ...
 
     @property
     def recomputed_flops_per_token(self) -> float:
-        """Additional FLOPs per token of rematerialisation."""
+        """Number of FLOPs per token that rematerialisation adds."""
         ...
 
     @property
@@ -43,7 +43,7 @@ class Workload(Protocol):
 
     @property
     def dtype(self) -> str:
-        """Precision of the matrix products."""
+        """Compute dtype of the matrix products."""
         ...
 
     @property
@@ -54,24 +54,24 @@ class Workload(Protocol):
 
 
 class Probe(Protocol):
-    """A measured peak: see `lm_trainer.profile.matmul.MatmulProbe`."""
+    """A peak that is measured; see `lm_trainer.profile.matmul.MatmulProbe`."""
 
     @property
     def flops(self) -> float:
-        """FLOPs of one run, over all devices."""
+        """Number of FLOPs of one run, over all devices."""
         ...
 
     @property
     def size(self) -> int: ...
 
     def run(self) -> float:
-        """Runs once and returns its seconds."""
+        """Runs once and returns the time in seconds."""
         ...
 
 
 @dataclass(frozen=True)
 class MfuReport:
-    """Measurements, with rates and fractions computed from the medians."""
+    """Measurements, with rates and fractions that are computed from the medians."""
 
     workload: Workload
     step_seconds: Spread
@@ -84,7 +84,7 @@ class MfuReport:
     steps_per_sample: int
     warmup: int
     peak: Peak | None
-    """The peak of one device; None without a datasheet figure."""
+    """Peak of one device; None if no datasheet has a figure."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -92,7 +92,7 @@ class MfuReport:
 
     @property
     def achieved_flops(self) -> float:
-        """Model FLOP/s, over all devices."""
+        """Achieved model FLOP/s, over all devices."""
         return self.tokens_per_second * self.workload.flops_per_token
 
     @property
@@ -102,17 +102,17 @@ class MfuReport:
 
     @property
     def hardware_fraction(self) -> float | None:
-        """HFU: as MFU, including recomputation by rematerialisation."""
+        """HFU: like MFU, but including recomputation by rematerialisation."""
         work, mfu = self.workload, self.datasheet_fraction
         return None if mfu is None else mfu * (1 + work.recomputed_flops_per_token / work.flops_per_token)
 
     @property
     def matmul_fraction(self) -> float:
-        """Achieved FLOP/s over the probe's median."""
+        """Achieved FLOP/s over the median FLOP/s of the probe."""
         return self.achieved_flops / self.matmul_flops.median
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`: plain values in SI units; names are stable."""
+        """Returns plain values in SI units for `--json`. Names are stable."""
         work, peak = self.workload, self.peak
         return {
             "device_kind": work.device_kind,
@@ -159,21 +159,21 @@ def measure_mfu(
     Args:
         workload: the training step to measure.
         probe: the peak to compare with, on the same devices.
-        samples: number of timings of each.
-        warmup: number of untimed steps at the start; the first one compiles.
+        samples: number of timings of each of them.
+        warmup: number of untimed steps at the start; the first of them compiles.
         sample_seconds: shorter steps are timed in groups of about this duration.
 
     Raises:
-        ValueError: for fewer than one sample or warm-up step.
+        ValueError: if there are fewer than one sample or fewer than one warm-up step.
     """
     if samples < 1 or warmup < 1:
         raise ValueError(f"expected at least one sample and one warm-up step, got {samples} and {warmup}")
-    # The last warm-up step does not compile, so its time determines the steps per sample.
+    # The last warm-up step does not compile, so its time determines the number of steps per sample.
     last = [_time_per_step(workload.run_step, 1) for _ in range(warmup)][-1]
-    # Single steps of a millisecond would be dominated by noise of clock and scheduler.
+    # Timings of single steps of a millisecond would be dominated by noise of the clock and the scheduler.
     steps = max(1, round(sample_seconds / max(last, 1e-9)))
     seconds, matmul = [], []
-    # An untimed run warms up caches and clock rates.
+    # An untimed run warms up the caches and the clock rates.
     probe.run()
     for _ in range(samples):
         seconds.append(_time_per_step(workload.run_step, steps))
@@ -193,7 +193,7 @@ def measure_mfu(
 
 
 def report_rows(report: MfuReport) -> list[tuple[str, str]]:
-    """The report as names and values for display."""
+    """Returns names and values of the report for display."""
     work, step, matmul, paired = report.workload, report.step_seconds, report.matmul_flops, report.matmul_fractions
     grouped = f", each of {report.steps_per_sample} steps" if report.steps_per_sample > 1 else ""
     if report.peak is None:

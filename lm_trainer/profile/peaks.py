@@ -1,4 +1,4 @@
-"""Peak FLOP/s from vendors' datasheets: dense matrix products, without structured sparsity."""
+"""Peak FLOP/s from vendors' datasheets, for dense matrix products without structured sparsity."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Literal
 import jax
 
 Format = Literal["bfloat16", "float16", "tf32", "float32"]
-"""Input formats of matrix units; JAX uses `tf32` for float32 arrays on NVIDIA GPUs by default."""
+"""Input formats of matrix units. By default, JAX uses `tf32` for float32 arrays on NVIDIA GPUs."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The peak FLOP/s of one JAX device."""
+    """Peak FLOP/s of one JAX device."""
 
     flops: float
     format: Format
@@ -24,16 +24,16 @@ class Peak:
 @dataclass(frozen=True)
 class _Device:
     kinds: tuple[str, ...]
-    """Exactly as in `jax.Device.device_kind`: laptop GPUs and GPU slices have other names, and no entry."""
+    """Kind exactly as in `jax.Device.device_kind`. Laptop GPUs and GPU slices have other names, and no entry."""
     tera: Mapping[Format, float]
-    """TFLOP/s of one JAX device, which on TPU v2 and v3 is one of the two cores of a chip."""
+    """TFLOP/s of one JAX device by format. On TPU v2 and v3, a JAX device is one of the two cores of a chip."""
     source: str
 
 
 def _teraflops(
     *, bf16: float | None = None, f16: float | None = None, tf32: float | None = None, f32: float | None = None
 ) -> dict[Format, float]:
-    # In search order: TF32 comes before float32.
+    # In search order: TF32 is before float32.
     formats: dict[Format, float | None] = {"bfloat16": bf16, "float16": f16, "tf32": tf32, "float32": f32}
     return {name: value for name, value in formats.items() if value is not None}
 
@@ -83,13 +83,13 @@ _DEVICES = (
 
 
 def datasheet_peak(device_kind: str, dtype: str, *, allow_tf32: bool | None = None) -> Peak | None:
-    """The datasheet's figure for matrix products of `dtype` arrays on one device; None if it has none.
+    """Returns the datasheet's figure for matrix products of `dtype` arrays on one device; None if there is none.
 
     Args:
-        device_kind: `jax.Device.device_kind`; devices not in the table, such as CPUs, have no figure.
+        device_kind: `jax.Device.device_kind`. Devices that are not in the table, such as CPUs, have no figure.
         dtype: `bfloat16`, `float16` or `float32`.
-        allow_tf32: True to multiply float32 arrays in TF32 if the device supports it; None means as JAX is configured,
-            by `jax_default_matmul_precision`.
+        allow_tf32: True if float32 arrays may be multiplied in TF32 on devices that support it; None: as JAX is
+            configured by `jax_default_matmul_precision`.
     """
     device = next((d for d in _DEVICES if device_kind in d.kinds), None)
     if device is None:
@@ -102,10 +102,10 @@ def datasheet_peak(device_kind: str, dtype: str, *, allow_tf32: bool | None = No
 
 
 def known_devices() -> tuple[str, ...]:
-    """The device kinds in the table, as JAX names them."""
+    """Returns the kinds of device in the table, as JAX names them."""
     return tuple(kind for device in _DEVICES for kind in device.kinds)
 
 
 def is_tf32_allowed(default_matmul_precision: str | None) -> bool:
-    """True if float32 products may run in TF32 under a value of `jax_default_matmul_precision`."""
+    """Returns true if float32 products may use TF32 under this value of `jax_default_matmul_precision`."""
     return default_matmul_precision in (None, "default", "high", "bfloat16", "tensorfloat32", "TF32_TF32_F32")

@@ -1,8 +1,8 @@
-"""Comparison of compiled programs as graphs: whether two programs compute a value in the same way.
+"""Comparison of compiled programs as graphs, to find out whether two programs compute a value in the same way.
 
-The text of a program also contains its schedule, memory layouts, and other computations and exchanges, which do not
+The text of a program also contains its schedule, its memory layouts, and other computations and exchanges, which do not
 affect the bits of a value. Two values are equal if the same operations, in the same fusions (results are rounded at the
-end of a fusion) and by the same kernels, compute them from the same arguments.
+end of a fusion) and with the same kernels, compute them from the same arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from lm_trainer.profile.hlo import Computation, Instruction, Program, parse_program, split_at_closing
 
 Value = str | tuple["Value", ...]
-"""A hash of how a value is computed; for a tuple, one for each element."""
+"""Hash of how a value is computed; for a tuple, one hash for each element."""
 
 _UNCHANGED = frozenset(
     (
@@ -29,7 +29,7 @@ _UNCHANGED = frozenset(
         "fusion-done",
     )
 )
-"""Operations that return their operand."""
+"""Operations that return their operand unchanged."""
 _CALLS = frozenset(("call", "async-start", "call-start"))
 _SHAPES = frozenset(("bitcast", "reshape"))
 _ACCUMULATES = frozenset(("convolution", "dot", "reduce", "reduce-window", "scatter", "custom-call"))
@@ -62,11 +62,11 @@ _SCHEDULE = (
     "retry_config",
     "outer_dimension_partitions",
 )
-"""Fields of a kernel's configuration that only affect when and where it runs."""
+"""Fields of a kernel's configuration that only affect when and where the kernel runs."""
 
 
 def output_hashes(hlo: str) -> list[str]:
-    """Hashes how an optimised program computes each of its results from its arguments.
+    """Computes a hash of how an optimised program computes each of its results from its arguments.
 
     Arguments are identified by their position. Axes of size 1 are ignored.
 
@@ -89,7 +89,7 @@ class _Hasher:
         self._accumulating: dict[str, bool] = {}
 
     def hash_entry(self) -> dict[str, Value]:
-        """The values of the entry computation, by name."""
+        """Returns the values of the entry computation by name."""
         entry = self._program.entry
         parameters = [op for op in entry.values() if op.opcode == "parameter"]
         return self._hash_instructions(
@@ -97,7 +97,7 @@ class _Hasher:
         )
 
     def _hash_instructions(self, computation: Computation, parameters: Mapping[str, Value]) -> dict[str, Value]:
-        # Instructions are printed after their operands.
+        # Instructions are printed after their operands, so the operands are known.
         values: dict[str, Value] = dict(parameters)
         for op in computation.values():
             if op.name not in values:
@@ -105,7 +105,7 @@ class _Hasher:
         return values
 
     def _hash_call(self, name: str, arguments: Sequence[Value]) -> Value:
-        """The result of calling a computation with these arguments."""
+        """Returns the result of calling a computation with these arguments."""
         computation = self._program.computations[name]
         parameters = [op for op in computation.values() if op.opcode == "parameter"]
         root = next(op for op in computation.values() if op.is_root)
@@ -147,7 +147,7 @@ class _Hasher:
         return _digest("fusion", attributes, value)
 
     def _hash_function(self, name: str) -> str:
-        """A hash of a computation for any arguments."""
+        """Returns a hash of a computation that is independent of its arguments."""
         if name not in self._functions:
             parameters = [op for op in self._program.computations[name].values() if op.opcode == "parameter"]
             symbols = [_digest("symbol", index) for index in range(len(parameters))]
@@ -166,7 +166,7 @@ class _Hasher:
         return self._accumulating[name]
 
     def _relevant_attributes(self, op: Instruction) -> str:
-        """Attributes that affect the result, and the tile sizes of operations that accumulate."""
+        """Returns the attributes that affect the result, and the tile sizes of operations that accumulate."""
         text = _ALIASES.sub("", _CALLED.sub("", _without_irrelevant(op.attributes)))
         plain, _, config = text.partition("backend_config=")
         return re.sub(r"[\s,]+", " ", plain).strip() + self._relevant_kernel_config(op, config)
@@ -185,7 +185,7 @@ class _Hasher:
 
 
 def _without_costs(fields: object) -> object:
-    """Removes estimates of time, which do not affect the result."""
+    """Removes time estimates, which do not affect the result."""
     if not isinstance(fields, dict):
         return fields
     return {key: x for key, x in fields.items() if "estimated" not in key and key != "cost_model_type"}
@@ -200,7 +200,7 @@ def _digest(*parts: object) -> str:
 
 
 def _normalize_shape(shape: str) -> str:
-    """A shape without its layout and its axes of size 1."""
+    """Returns a shape without its layout and without axes of size 1."""
     return re.sub(r",(?=\])", "", _UNIT.sub("", _LAYOUT.sub("", shape)))
 
 
@@ -211,5 +211,5 @@ def _without_irrelevant(text: str) -> str:
 
 
 def _split_at_closing(text: str) -> tuple[str, str]:
-    # Quoted brackets come in pairs, so they count too.
+    # Quoted brackets come in pairs, so they can be counted too.
     return split_at_closing(text, "([{", ")]}")

@@ -1,6 +1,6 @@
-"""Groups of devices that take part in a collective, read from its HLO text.
+"""Groups of devices that take part in a collective, parsed from its HLO text.
 
-XLA writes them in three ways: as lists, `{{0,1},{2,3}}`; as an array of all devices that is reshaped, transposed and
+XLA writes groups in three ways: as lists, `{{0,1},{2,3}}`; as an array of all devices that is reshaped, transposed and
 split into rows, `[2,2]<=[2,2]T(1,0)`; or as axes of a mesh, `mesh['a'=2,'b'=2] {'a'}`.
 """
 
@@ -15,21 +15,21 @@ _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\](?:<=\[([\d,]+)\](?:T\(([\d,]
 _LISTS = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=([^{]*))? ?\{([^}]*)\}")
 _AXIS = re.compile(r"'(\w+)'=(\d+)")
-# `'a':(m)s` is a factor of size s of an axis, behind factors of size m.
+# `'a':(m)s` is a factor of axis a of size s, after factors of total size m.
 _NAMED = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
 
 
 def replica_groups(attributes: str) -> list[list[int]]:
-    """The groups of a collective.
+    """Returns the groups of a collective.
 
     Args:
         attributes: text of the instruction after its operands.
 
     Returns:
-        For each group, indices into the devices of the program.
+        Indices into the devices of the program, for each group.
 
     Raises:
-        ValueError: if the text names no groups.
+        ValueError: if the text contains no groups.
     """
     if match := _IOTA.search(attributes):
         shape = int(match[1]), int(match[2])

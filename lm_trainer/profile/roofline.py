@@ -1,8 +1,8 @@
-"""Minimum times of a compiled program's operations, from two limits of the device.
+"""Minimum times of the operations of a compiled program, based on two limits of the device.
 
-The model is the roofline (Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model").
+This is the roofline model (Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model").
 An operation takes at least its FLOPs divided by the FLOP/s of a matrix product, and at least its bytes divided by the
-bytes per second of a copy. The longer of the two is its bound.
+bytes per second of a copy. The longer of the two times is its bound.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from lm_trainer.profile.hlo import (
 )
 
 BLOCK_SCALED_PRODUCT = "__cudnn$blockScaledDot"
-"""The custom call of a block-scaled matrix product, with a scale for each block of numbers in a row, as in MXFP8."""
+"""Custom call for a block-scaled matrix product, which has a scale for each block of numbers in a row, as in MXFP8."""
 
-# Instructions that move no data: they name, group or reinterpret it.
+# Instructions that move no data: they name, group or reinterpret data.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
-# They read as many bytes as they return, regardless of the size of the operand.
+# Instructions that read as many bytes as they return, regardless of the size of the operand.
 _SLICES = {"dynamic-slice", "slice", "gather"}
-# Free inside a fusion: the values stay in registers.
+# Instructions that are free inside a fusion, because the values stay in registers.
 _THROUGH = {"bitcast", "reshape", "copy", "convert", "transpose"}
 _OTHER = "other"
 
 
 class Operation(NamedTuple):
-    """One instruction of a program, over all of its runs."""
+    """One instruction of a program, totalled over all of its runs."""
 
     name: str
-    """XLA's name, with the shape of its result."""
+    """Name used by XLA, with the shape of the result."""
     part: str
-    """Part of the model and pass: `attention, forward`."""
+    """Part of the model, and pass: `attention, forward`."""
     flops: float
-    """FLOPs of matrix products; a multiply-add counts as two. Elementwise work is not counted."""
+    """Number of FLOPs of matrix products; a multiply-add counts as two. Elementwise work is not counted."""
     num_bytes: float
-    """Bytes read and written."""
+    """Number of bytes read and written."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The minimum time of some operations."""
+    """Minimum time of several operations."""
 
     name: str
     flops: float
     num_bytes: float
     compute_seconds: float
-    """Minimum time of compute-bound operations."""
+    """Minimum time of the compute-bound operations."""
     memory_seconds: float
-    """Minimum time of memory-bound operations."""
+    """Minimum time of the memory-bound operations."""
 
     @property
     def seconds(self) -> float:
@@ -70,31 +70,31 @@ class Bound:
 
     @property
     def bound_by(self) -> str:
-        """`compute` or `memory`: the bound of most of the time."""
+        """Bound that accounts for most of the time, `compute` or `memory`."""
         return "compute" if self.compute_seconds >= self.memory_seconds else "memory"
 
 
 def compute_bounds(
     operations: Iterable[Operation], *, flops_per_second: float, bytes_per_second: float, by: str
 ) -> list[Bound]:
-    """Minimum times, longest first, summed over operations with equal `by`: `name` or `part`."""
+    """Returns minimum times, longest first, summed over operations with equal `by`: `name` or `part`."""
     sums_by_name: dict[str, list[float]] = {}
     for op in operations:
         sums = sums_by_name.setdefault(getattr(op, by), [0.0] * 4)
         compute, memory = op.flops / flops_per_second, op.num_bytes / bytes_per_second
         sums[0] += op.flops
         sums[1] += op.num_bytes
-        # The bound is a maximum per operation: the sum of maxima differs from the maximum of sums.
+        # The bound is a maximum for each operation: the sum of maxima differs from the maximum of sums.
         sums[2 if compute >= memory else 3] += max(compute, memory)
     return sorted((Bound(name, *sums) for name, sums in sums_by_name.items()), key=lambda bound: -bound.seconds)
 
 
 def list_operations(hlo: str, parts: Collection[str], *, times: int = 1) -> list[Operation]:
-    """The operations of an optimised program; the body of a loop counts once per iteration.
+    """Returns the operations of an optimised program. The body of a loop counts once per iteration.
 
     Args:
-        hlo: the text of a single program.
-        parts: names of `jax.named_scope` to distinguish; operations outside of them are `other`.
+        hlo: text of a single program.
+        parts: names of `jax.named_scope` to distinguish; the part of operations outside of them is `other`.
         times: number of runs of the program.
     """
     program, listed = parse_program(hlo), []
@@ -109,7 +109,7 @@ def list_operations(hlo: str, parts: Collection[str], *, times: int = 1) -> list
 def _make_operation(op: Instruction, computation: Computation, program: Program, parts: Collection[str]) -> Operation:
     products = [(_operation_flops(one, of), one) for one, of in walk_fusion(program, op)]
     flops = _operation_flops(op, computation) + sum(count for count, _ in products)
-    # XLA names a fusion after its last operation; a fusion with a matrix product is named after the product here.
+    # XLA names a fusion after its last operation; here, a fusion with a matrix product is named after the product.
     product = max(products, key=lambda product_entry: product_entry[0], default=(0.0, op))
     named = product[1] if product[0] and "op_name=" in product[1].attributes else op
     inside = [program.computations[name] for name in op.called_computations("calls")]
@@ -130,13 +130,13 @@ def _model_part(attributes: str, parts: Collection[str]) -> str:
 
 
 def _operation_flops(op: Instruction, computation: Computation) -> float:
-    """FLOPs of a matrix product: 2 x elements of the result x contraction size; 0 for any other instruction."""
+    """Returns the FLOPs of a matrix product: 2 x elements of the result x contraction size; 0 for any other kind."""
     if op.operands and op.operands[0] in computation:
         if f'"{BLOCK_SCALED_PRODUCT}"' in op.attributes:
             return 2.0 * math.prod(array_dimensions(op.shape)) * array_dimensions(computation[op.operands[0]].shape)[-1]
         if op.opcode == "convolution":
             return _convolution_flops(op, *(array_dimensions(computation[name].shape) for name in op.operands[:2]))
-        # The attribute's spelling depends on the XLA version.
+        # The spelling of the attribute depends on the version of XLA.
         summed = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', op.attributes)
         if summed is not None:
             left = array_dimensions(computation[op.operands[0]].shape)
@@ -146,10 +146,10 @@ def _operation_flops(op: Instruction, computation: Computation) -> float:
 
 
 def _convolution_flops(op: Instruction, left: list[int], right: list[int]) -> float:
-    """FLOPs of a convolution: TPUs compile matrix products to convolutions.
+    """Returns the FLOPs of a convolution, because TPUs compile matrix products to convolutions.
 
-    Batch dimensions of the product become window positions, each of which overlaps the input at one position; the
-    others are padding, without cost.
+    Batch dimensions of the product become window positions, each of which overlaps the input at one position; the other
+    positions are padding and cost nothing.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attributes)
     if labels is None:
@@ -167,7 +167,7 @@ def _convolution_flops(op: Instruction, left: list[int], right: list[int]) -> fl
 
 
 def _count_overlaps(size: int, kernel: int, result: int, window: Mapping[str, str]) -> int:
-    """Number of pairs of a result position and a window position that fall on an element of the input."""
+    """Counts pairs of a result position and a window position that refer to an element of the input."""
     stride, spread, holes = (int(window.get(key, 1)) for key in ("stride", "lhs_dilate", "rhs_dilate"))
     low_padding = int(window.get("pad", "0_0").split("_")[0])
     positions = (np.arange(result) * stride - low_padding)[:, None] + np.arange(kernel) * holes
@@ -179,10 +179,10 @@ def _operation_bytes(op: Instruction, computation: Computation) -> float:
     if op.opcode in _SLICES:
         return 2 * op.size
     if op.opcode == "slice-start":
-        # It returns its full operand too, but reads only a slice, into on-chip memory.
+        # It returns its full operand too, but reads only a slice of it, into on-chip memory.
         return array_bytes(*ARRAY.findall(op.shape)[-2])
     if op.opcode.endswith("-start"):
-        # It also returns its operands.
+        # It also returns its operands, which are not counted.
         return op.size
     if op.opcode == "dynamic-update-slice":
         return 2 * computation[op.operands[1]].size
@@ -190,7 +190,7 @@ def _operation_bytes(op: Instruction, computation: Computation) -> float:
 
 
 def _fusion_bytes(op: Instruction, inside: Computation) -> float:
-    """Bytes a fusion reads and writes; arrays it only slices or updates count only the slices."""
+    """Returns the bytes that a fusion reads and writes; of arrays it only slices or updates, only the slices count."""
     # An in-place update writes only its slice.
     updates = [i for i in inside.values() if i.opcode == "dynamic-update-slice"]
     into = {_find_origin(i.operands[0], inside) for i in updates}
@@ -200,14 +200,14 @@ def _fusion_bytes(op: Instruction, inside: Computation) -> float:
         users = [i for i in inside.values() if parameter.name in i.operands]
         if parameter.name in into:
             continue
-        # Every use is a slice of this array, not a slice at a position given by the array.
+        # Every use is a slice of this array, not a slice at a position that the array gives.
         only_sliced = bool(users) and all(i.opcode in _SLICES and i.operands[0] == parameter.name for i in users)
         read += sum(i.size for i in users) if only_sliced else parameter.size
     return written + read
 
 
 def _find_origin(name: str, inside: Computation) -> str:
-    """The array an instruction forwards unchanged."""
+    """Returns the name of the array that an instruction forwards unchanged."""
     while name in inside and inside[name].opcode in _THROUGH:
         name = inside[name].operands[0]
     return name

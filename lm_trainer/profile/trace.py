@@ -1,4 +1,4 @@
-"""Traces of some steps, for TensorBoard's profiler and Perfetto."""
+"""Traces of some steps of a run, for TensorBoard's profiler and Perfetto."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ logger = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Traces the steps from `start_step` to `start_step + num_steps`, counted from 0 for the first of the run.
+    """Traces the steps from `start_step` to `start_step + num_steps` (exclusive), counted from 0 at the first of the
+    run.
 
-    Use it as a context manager: a trace in progress is written when the run ends, even on an error. A failure to trace
-    is reported, and never stops a run.
+    Use it as a context manager: a trace in progress is then written when the run ends, even after an error. If tracing
+    fails, this is reported but never stops a run.
 
     Args:
         directory: traces are written to `directory`/plugins/profile/TIMESTAMP, where `tensorboard --logdir` finds them.
-        start_step: number of steps done before the trace begins: a few, to exclude compilation.
-        num_steps: number of steps to trace; a run resumed within this range traces the remaining ones.
-        perfetto_link: after the trace, print a link to Perfetto, and wait until it is opened.
+        start_step: number of steps before the trace begins; a few steps, to exclude compilation.
+        num_steps: number of steps to trace. A run that is resumed within this range traces the remaining steps.
+        perfetto_link: after the trace, print a link to Perfetto and wait until it is opened.
         on_trace: called with the directory of a complete trace.
     """
 
@@ -41,7 +42,7 @@ class Profiler:
         self._perfetto_link, self._on_trace = perfetto_link, on_trace
         self._existing: set[Path] | None = None
         self._settled = False
-        """True once a trace was written or has failed."""
+        """True once a trace has been written or has failed."""
 
     def __enter__(self) -> Self:
         return self
@@ -51,15 +52,15 @@ class Profiler:
 
     @property
     def tracing(self) -> bool:
-        """True while a trace is recorded."""
+        """True while a trace is being recorded."""
         return self._existing is not None
 
     def on_step(self, step: int, result: Any = None) -> None:
-        """Starts and stops the trace; call it before the first step of an attempt, and after every step.
+        """Starts and stops the trace. Must be called before the first step of an attempt and after every step.
 
         Args:
-            step: number of steps done, from 0.
-            result: arrays of the step; the trace ends when they are computed.
+            step: number of completed steps of the run.
+            result: arrays of the step; the trace ends once they are computed.
         """
         if self.tracing and step >= self._end:
             jax.block_until_ready(result)
@@ -74,7 +75,7 @@ class Profiler:
             logger.warning("no trace: the steps from %d to %d to be profiled are done already", self._start, self._end)
 
     def annotate(self, step: int) -> contextlib.AbstractContextManager[Any]:
-        """Annotates the enclosed work as the step after which `step` steps are done."""
+        """Annotates the enclosed work as the step after which `step` steps are completed."""
         if not self.tracing:
             return contextlib.nullcontext()
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
@@ -112,7 +113,7 @@ class Profiler:
 
 
 class ProfilerOff:
-    """A disabled profiler."""
+    """A profiler that is disabled."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,1 +1,1 @@
-"""One optimizer step: state, gradients of microbatches, update, evaluation."""
+"""Optimizer steps: state, gradients of microbatches, update and evaluation."""

@@ -1,4 +1,4 @@
-"""The interface of a step, and the parts shared by all kinds of steps: update rule and observer."""
+"""Interface of a step, and the parts that all kinds of steps share: update rule and observer."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from lm_trainer.step.updates.update import Metrics
 
 
 class Observer(Protocol):
-    """Looks at the inside of a step."""
+    """Observes the values inside a step."""
 
     def before_step(self, state: TrainState) -> PyTree:
-        """Copies the values it needs from the state before the step, which the step consumes."""
+        """Copies the values that the observer needs from the state before the step, which the step consumes."""
         ...
 
     def after_step(self, before: PyTree, grads: Params, weight: jax.Array, state: TrainState) -> None:
         """Receives the results of a step.
 
         Args:
-            before: values returned by `before_step`.
+            before: the result of `before_step`.
             grads: gradients, summed over the batch.
-            weight: the number to divide `grads` by.
+            weight: number by which to divide `grads`.
             state: state after the step.
         """
         ...
@@ -44,25 +44,25 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """The rule that turns a gradient into new weights."""
+    """Rule that turns a gradient into new weights."""
 
     optimizer: Optimizer
     tx: optax.GradientTransformationExtraArgs
-    """Built from `optimizer` for the trained parameters."""
+    """Optimizer transformation, built from `optimizer` for the trained parameters."""
     averaging: AveragingConfig | None = None
     curvature: CurvatureFn | None = None
-    """Curvature estimate for the optimizer."""
+    """Function that estimates the curvature for the optimizer; None if the optimizer uses none."""
     owned: bool = True
-    """True: if the rule needs unsharded weights, each weight is updated by one device (where the rule allows it).
-    False: every device updates all of them."""
+    """Matters if the rule needs unsharded weights: True assigns each weight to one device, which updates it (where the
+    rule allows it); False makes every device update all weights."""
 
 
 class Step(Protocol):
-    """One optimizer step; the common interface of `determinism: elastic` and `fast`.
+    """An optimizer step; the common interface of `determinism: elastic` and `fast`.
 
-    A call with a batch placed by `put` returns the next state and float32 scalars on the device (`loss`, `grad_norm`,
-    `tokens` and others); reading them waits for the step. The call consumes the given state. A step with a non-finite
-    loss or gradient leaves parameters and optimizer unchanged.
+    A call with a batch that was placed by `put` returns the next state and float32 scalars on the device (`loss`,
+    `grad_norm`, `tokens` and others); reading the scalars waits for the step. The call consumes the given state. A step
+    whose loss or gradient is not finite leaves parameters and optimizer unchanged.
     """
 
     plans: Piecewise[MicrobatchPlan]
@@ -71,23 +71,23 @@ class Step(Protocol):
     """True if programs are called for each microbatch."""
 
     def prepare(self, batch: Batch, step: int = 0) -> None:
-        """As `compile`; skipped in a rehearsal (`lm_trainer.step.rehearse`)."""
+        """Same as `compile`, but does nothing in a rehearsal (`lm_trainer.step.rehearse`)."""
         ...
 
     def compile(self, batch: Batch, step: int = 0, *, observed: bool = False) -> Executable | Executables:
-        """Compiles for rows of the same shape as in `batch` (in any number) and the batch size of `step`.
+        """Compiles for rows of the same shape as in `batch`, in any number, and for the batch size of `step`.
 
-        With `observed`, also compiles the programs a step needs only for an observer. Returns the program that
+        With `observed`, also compiles the programs that a step needs only for an observer. Returns the program that
         computes the gradient of a microbatch, or the program of the step if there is only one.
         """
         ...
 
     def is_compiled(self, step: int) -> bool:
-        """True if this step needs no compilation."""
+        """Returns true if this step needs no compilation."""
         ...
 
     def local_rows(self, step: int = 0) -> Sequence[int]:
-        """Rows of the global batch of `step` that this process needs."""
+        """Returns the indices of the rows of the global batch of `step` that this process needs."""
         ...
 
     def put(self, batch: Batch, step: int = 0) -> PyTree:
@@ -95,7 +95,7 @@ class Step(Protocol):
         ...
 
     def gradient(self, state: TrainState, batch: PyTree) -> Sums:
-        """Sums of loss, weights, gradients and reported metrics over the global batch."""
+        """Returns the sums of loss, weights, gradients and reported metrics over the global batch."""
         ...
 
     def __call__(

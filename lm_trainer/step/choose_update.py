@@ -1,4 +1,4 @@
-"""Choice of how the devices compute an update, so its bits are the same on every mesh."""
+"""Choice of how the devices compute an update, such that its bits are the same on every mesh."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def choose_update(
     shardings: TrainedShardings,
     mesh: Mesh,
 ) -> ShardedUpdate | OwnedUpdate | ReplicatedUpdate:
-    """Builds the update of a rule.
+    """Builds the update for a rule.
 
-    If the rule is elementwise, each device updates its own shard. Otherwise each weight of each layer is assigned to
-    one device, which updates it unsharded. If that is impossible because the updates of several parameters depend on
-    one another, every device computes all of it.
+    If the rule is elementwise, each device updates its own shard. Otherwise each layer of each weight is assigned to
+    one device, which updates it unsharded. If this is impossible because the updates of several parameters depend on
+    one another, every device computes the full update.
 
     Args:
         rule: update rule.

@@ -1,8 +1,8 @@
 """An optimizer step that is bit-identical on every mesh.
 
-The global batch is split into a fixed number of microbatches of fixed size. Each microbatch is computed by a separate
-executable. Their gradients are added by one fixed binary tree, first within a device, then across devices. Then the
-state is updated.
+The global batch is split into a fixed number of microbatches of fixed size. A separate executable computes each
+microbatch. The gradients are added by one fixed binary tree, first within a device, then across devices. Then the state
+is updated.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from lm_trainer.step.updates.update import Metrics
 logger = logging.getLogger(__name__)
 
 CurvatureStages = Callable[[ModelDef, jax.Array, Collection[str]], StagesOf]
-"""`(model, key data, trained parameters)` -> the stages of a curvature estimate."""
+"""`(model, key data, trained parameters)` -> stages of a curvature estimate."""
 
 
 class ElasticStep:
-    """The `Step` that is bit-identical on every mesh.
+    """The `Step` whose results are bit-identical on every mesh.
 
     Args:
         model: model to train.
         loss: loss of a microbatch.
         rule: update rule.
-        sharding: shardings of the state.
+        plans: divisions of the batches into microbatches.
         plans: how batches are divided into microbatches.
         key: random key for dropout.
-        staged: the loss in stages, to compute a microbatch stage by stage; None computes it in one program.
-        curvature_stages: the optimizer's curvature estimate in stages; replaces the estimate in `rule` if `staged` is
-            given.
+        staged: the loss in stages, if a microbatch is to be computed stage by stage; None: in one program.
+        curvature_stages: curvature estimate of the optimizer in stages, which replaces the estimate in `rule` if
+            `staged` is given.
         microbatches_per_gather: as for `DeviceGroups`.
     """
 
@@ -81,17 +81,17 @@ class ElasticStep:
     ):
         mesh, shardings = sharding.mesh, sharding.trained
         self.plans, self.devices = plans, DeviceGroups(sharding, microbatches_per_gather)
-        # For its errors: reject a mesh that cannot share a batch before compiling anything.
+        # Called for its errors: a mesh that cannot share a batch is rejected before anything is compiled.
         for plan in plans.values:
             plan.divide_microbatches(mesh)
         trainable = shardings.params
-        # Folded, so the estimate does not reuse the random numbers of dropout in the same microbatch.
+        # A key is folded in, so that the estimate does not reuse the random numbers of dropout in the same microbatch.
         curvature_key = jax.random.fold_in(key, 1)
         estimate = None
         if staged is not None:
             stages: StagesOf = partial(
                 SplitLoss(model, staged, jax.random.key_data(key), trainable).stages,
-                # Where devices share a microbatch, each would have different residuals.
+                # Where devices share a microbatch, each of them would have different residuals.
                 saves=self.devices.groups[0].mesh.size == 1,
             )
             if curvature_stages is not None:
@@ -110,19 +110,19 @@ class ElasticStep:
         norm = jax.jit(lambda grads: sum_of_squares(grads, param_shardings, mesh), out_shardings=everywhere)
         self._norm = Program("norm", norm, "numbers")
         self._update = choose_update(rule, model.optimizer_params(), model.shapes, shardings, mesh)
-        # Argument 1, the average, is donated: `without_fma` prepends a zero argument.
+        # Donates argument 1, the average, because `without_fma` prepends the zero as an argument.
         average = jax.jit(without_fma(ema_update), out_shardings=shardings.params, donate_argnums=1)
         self._average = Program("average", average, "new state", elementwise=True)
 
     def _dispatch_to(self, devices: DeviceGroups | MeshWide) -> None:
-        """Computes microbatches on these devices from now on."""
+        """Makes later calls compute microbatches on these devices."""
         self._computing = devices
         self._gradient, self._curvature = self._sums(devices)
         if isinstance(devices, DeviceGroups):
             disable_cache_for([list(group.mesh.devices.flat) for group in devices.groups])
 
     def prepare(self, batch: Batch, step: int = 0) -> None:
-        """As `compile`, without returning programs; skipped in a rehearsal."""
+        """Same as `compile`, but without returning programs. Does nothing in a rehearsal."""
         try:
             self._prepare(batch, step)
         except ProgramsDiffer as error:
@@ -140,17 +140,17 @@ class ElasticStep:
                 sums.prepare(batch, self.plans.at(step))
 
     def compile(self, batch: Batch, step: int = 0, *, observed: bool = False) -> Executable | Executables:
-        """Compiles for rows of the same shape as in `batch` (in any number) and the batch size of `step`."""
+        """Compiles for rows of the same shape as in `batch`, in any number, and for the batch size of `step`."""
         del observed  # the gradient is a separate program in any case
         self.prepare(batch, step)
         return self._gradient.compile(batch, self.plans.at(step))
 
     def is_compiled(self, step: int) -> bool:
-        """True if this step needs no compilation."""
+        """Returns true if this step needs no compilation."""
         return self._gradient.is_compiled(self.plans.at(step))
 
     def local_rows(self, step: int = 0) -> Sequence[int]:
-        """Rows of the global batch of `step` that this process needs."""
+        """Returns the indices of the rows of the global batch of `step` that this process needs."""
         return self.devices.local_rows(self.plans.at(step))
 
     def put(self, batch: Batch, step: int = 0) -> PlacedBatch:
@@ -158,7 +158,7 @@ class ElasticStep:
         return self._computing.put(batch, self.plans.at(step))
 
     def gradient(self, state: TrainState, batch: PlacedBatch) -> Sums:
-        """Sums of loss, weights, gradients and reported metrics over the global batch."""
+        """Returns the sums of loss, weights, gradients and reported metrics over the global batch."""
         return self._gradient(self._prepare_params(state), batch, state.step)
 
     def _prepare_params(self, state: TrainState) -> PreparedParams:
@@ -167,9 +167,9 @@ class ElasticStep:
     def __call__(
         self, state: TrainState, batch: PlacedBatch, learning_rate: float, observer: Observer | None = None
     ) -> tuple[TrainState, Metrics]:
-        """Runs one step on a batch placed by `put`."""
+        """Runs one step on a batch that was placed by `put`."""
         (scalars, grads), curvature = self._gradient_and_curvature(state, batch)
-        # Before the update, which consumes the state.
+        # Called before the update, which consumes the state.
         observed = None if observer is None else observer.before_step(state)
         scalars = {
             **scalars,
@@ -190,7 +190,7 @@ class ElasticStep:
         return replicate(value, self.devices.sharding.mesh)
 
     def _gradient_and_curvature(self, state: TrainState, batch: PlacedBatch) -> tuple[Sums, Params | None]:
-        # Gathered parameters are freed when this function returns, before the update.
+        # Gathered parameters are freed when this function returns, which is before the update.
         params = self._prepare_params(state)
         sums = self._gradient(params, batch, state.step)
         if self._curvature is None or state.step % self._rule.optimizer.curvature_interval:
@@ -211,7 +211,7 @@ def _make_staged_sums(
     trainable: Collection[str],
     devices: DeviceGroups | MeshWide,
 ) -> tuple[StagedSum, StagedSum | None]:
-    """The gradient, and the optimizer's estimate of curvature where it has one."""
+    """Makes the sums of the gradient and, if the optimizer uses one, of its curvature estimate."""
     gradient = StagedSum(stages, model, trainable, devices)
     if estimate is None:
         return gradient, None

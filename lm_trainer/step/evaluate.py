@@ -1,4 +1,4 @@
-"""Loss on held-out data, bit-identical on every mesh."""
+"""Loss on held-out data, which is bit-identical on every mesh."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Evaluator:
 
     Args:
         model: model to evaluate.
-        loss: loss function, called without a key.
+        loss: loss function, which is called without a key.
         devices: devices that compute the loss.
-        plan: how the batches are divided into microbatches.
-        staged: the loss in stages, to compute it stage by stage; None computes it in one program.
+        plan: division of the batches into microbatches.
+        staged: the loss in stages, if it is to be computed stage by stage; None: in one program.
     """
 
     def __init__(
@@ -52,30 +52,30 @@ class Evaluator:
 
     @property
     def batch_size(self) -> int:
-        """Rows in a global batch of evaluation, independent of the devices."""
+        """Number of rows in a global batch of evaluation, which does not depend on the devices."""
         return self._plan.batch_size
 
     @property
     def local_rows(self) -> Sequence[int]:
-        """Rows of a global batch this process needs."""
+        """Returns the indices of the rows of a global batch that this process needs."""
         return self._devices.local_rows(self._plan)
 
     def __call__(self, params: Params, batches: Iterable[Batch]) -> dict[str, float]:
-        """Weighted means over all tokens of all batches, as by `means_from_sums`; arguments as for `compute_sums`."""
+        """Returns means over all tokens of all batches, as `means_from_sums`; arguments as for `compute_sums`."""
         return means_from_sums(self.compute_sums(params, batches))
 
     def compute_sums(
         self, params: Params, batches: Iterable[Batch], counts: Callable[[Batch], dict[str, float]] = lambda _: {}
     ) -> dict[str, float]:
-        """Weighted sums over all tokens of all batches; empty if there are no batches.
+        """Returns weighted sums over all tokens of all batches; empty if there are no batches.
 
         Args:
             params: all parameters.
             batches: this process's rows of each global batch.
-            counts: counts things in this process's rows of a batch on the host; the counts are added to the sums.
+            counts: counts items in this process's rows of a batch, on the host. The counts are added to the sums.
 
         Returns:
-            `loss` in nats, `weight`, the counts, and the metrics the loss function reports.
+            `loss` in nats, `weight`, the counts, and the metrics that the loss function reports.
         """
         ready: PreparedParams | None = None
         parts: dict[str, list[jax.Array | float]] = {}
@@ -89,23 +89,23 @@ class Evaluator:
             batch_sums = [sums for _, sums in self._sums(ready, self._devices.put(batch, self._plan))]
             padding = [0.0] * (max_microbatches - len(batch_sums))
             for name in batch_sums[0]:
-                # Processes may have different numbers of microbatches, but must exchange arrays of equal length.
+                # Processes may have different numbers of microbatches, but they must exchange arrays of equal length.
                 parts.setdefault(name, []).extend([sums[name] for sums in batch_sums] + padding)
-        # If a group spans several processes, only one of them counts; each of them has no other group.
+        # If a group spans several processes, only one of them counts. None of them has another group.
         counted = np.float32(self._devices.groups[0].is_lead)
         terms = {name: counted * np.asarray(values, np.float64) for name, values in sorted(parts.items())}
-        # math.fsum is exact, so the order, which depends on the mesh, does not matter.
+        # math.fsum is exact, so the order of the terms, which depends on the mesh, does not matter.
         return {name: math.fsum(gather(values).ravel().tolist()) for name, values in terms.items()}
 
     def compute_row_values(self, params: Params, batches: Iterable[Batch]) -> Iterator[dict[str, np.ndarray]]:
-        """Arrays the loss function reports instead of sums, concatenated over the rows of each batch.
+        """Yields arrays that the loss function reports instead of sums, concatenated over the rows of each batch.
 
         Args:
             params: all parameters.
             batches: this process's rows of each global batch.
 
         Yields:
-            Name -> [rows, ...], the rows of the batch of this process.
+            Name -> [rows, ...], for the rows of the batch on this process.
         """
         ready: PreparedParams | None = None
         waiting: tuple[int, list[tuple[jax.Array, dict[str, jax.Array]]]] | None = None
@@ -126,7 +126,7 @@ class Evaluator:
 
 
 def means_from_sums(sums: Mapping[str, float]) -> dict[str, float]:
-    """Means from `Evaluator.compute_sums`: `loss` in nats, and the other metrics; NaN if the weight is 0."""
+    """Computes means from `Evaluator.compute_sums`: `loss` in nats, and other metrics; NaN if the weight is 0."""
     weight = sums.get("weight", 0.0)
     metrics = {name: total / weight if weight else math.nan for name, total in sums.items() if name != "weight"}
     return metrics or {"loss": math.nan}
@@ -139,7 +139,7 @@ def _concatenate_in_order(rows: int, results: list[tuple[jax.Array, dict[str, ja
 
 
 class _MicrobatchLosses:
-    """The sums of each microbatch."""
+    """Computes the sums of each microbatch."""
 
     def __init__(self, stages_of: StagesOf, model: ModelDef, devices: DeviceGroups):
         self._stages_of, self._shapes, self._devices = stages_of, model.shapes, devices
@@ -155,12 +155,12 @@ class _MicrobatchLosses:
         self._programs = StagedForward.compile(stages, batch), stages.compile_losses(batch)
 
     def prepare_params(self, params: Params) -> PreparedParams:
-        """Prepares the parameters for `__call__`; call it after compiling."""
+        """Prepares the parameters for `__call__`. Must be called after compiling."""
         assert self._programs is not None
         return self._programs[0].stages.prepare_params(params)
 
     def __call__(self, ready: PreparedParams, batch: PlacedBatch) -> Iterator[tuple[jax.Array, dict[str, jax.Array]]]:
-        """Yields the index of each microbatch, and the values the loss function reports for it."""
+        """Yields the index of each microbatch, and the values that the loss function reports for it."""
         assert self._programs is not None
         (forward, losses), stages = self._programs, self._programs[0].stages
         for group in microbatch_groups(batch, self._devices, 0):

@@ -1,6 +1,7 @@
-"""One optimizer step as a single program over the whole mesh, in which XLA chooses the order of additions.
+"""An optimizer step as a single program over the whole mesh, in which XLA chooses the order of additions.
 
-This is the usual approach, and the baseline for the cost of elastic determinism. Bits depend on the devices.
+This is the usual approach, and the baseline against which the cost of elastic determinism is measured. Bits depend on
+the devices.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ class FastStep:
 
     Args:
         model: model to train.
-        loss: loss of rows; it sees the rows of all devices at once.
+        loss: loss of rows. It gets the rows of all devices at once.
         rule: update rule.
         sharding: shardings of the state.
-        plans: how batches are divided into microbatches, which matters only with `accumulate`.
+        plans: divisions of the batches into microbatches; they matter only with `accumulate`.
         key: random key for dropout.
-        accumulate: each device computes its microbatches one after another, instead of all its rows at once.
+        accumulate: each device computes its microbatches one after another instead of all its rows at once.
     """
 
     loops = False
@@ -76,10 +77,10 @@ class FastStep:
         self._gradient: MicrobatchFn = shard_over_group(function, sharding.mesh, sharding.params, trainable)
         self._apply = make_update(rule.optimizer, rule.tx)
         state = (*sharding.trained, self._everywhere)
-        # Parameters and optimizer state are donated: the new state reuses their memory.
+        # Parameters and optimizer state are donated, so that the new state reuses their memory.
         step = jax.jit(self._whole_step, out_shardings=state, donate_argnums=(0, 1))
         self._step = Program("step", step, "new state", grows=True, repeatable=False)
-        # A gradient or an estimate is rarely observed, so each is a separate program.
+        # Gradients and estimates are rarely observed, so each has a separate program.
         self._sums = Program("gradient", self._jit_sums(self._gradient, stream=0), "gradients", grows=True)
         self._curvature = None
         if rule.curvature is not None:
@@ -97,14 +98,14 @@ class FastStep:
         return jax.jit(sums, out_shardings=Sums(*shardings))
 
     def prepare(self, batch: Batch, step: int = 0) -> None:
-        """As `compile`, without returning the program; skipped in a rehearsal."""
+        """Same as `compile`, but without returning the program. Does nothing in a rehearsal."""
         if current_rehearsal() is None:
             self.compile(batch, step)
 
     def compile(self, batch: Batch, step: int = 0, *, observed: bool = False) -> Executable:
-        """Compiles the step for rows of the same shape as in `batch` and the batch size of `step`.
+        """Compiles the step for rows of the same shape as in `batch` and for the batch size of `step`.
 
-        With `observed`, also compiles the program of the gradient.
+        With `observed`, also compiles the program that computes the gradient.
         """
         plan, state = self.plans.at(step), self._abstract_state()
         rows = self._global_shapes(batch, plan)
@@ -121,7 +122,7 @@ class FastStep:
         return abstract_state(self._model.shapes, self._rule.tx, self._sharding, averaged=averaged)
 
     def _global_shapes(self, batch: Batch, plan: MicrobatchPlan) -> Batch:
-        """Shapes of a global batch of `plan` with rows of the same shape as in `batch`."""
+        """Returns the shapes of a global batch of `plan` whose rows have the shapes of those in `batch`."""
         rows = NamedSharding(self._sharding.mesh, PartitionSpec(BATCH_AXES))
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((plan.rows * plan.count, *x.shape[1:]), x.dtype, sharding=rows), batch
@@ -143,15 +144,15 @@ class FastStep:
         return self._programs[kind]
 
     def is_compiled(self, step: int) -> bool:
-        """True if this step needs no compilation."""
+        """Returns true if this step needs no compilation."""
         return (self.plans.at(step).batch_size, False) in self._programs
 
     def local_rows(self, step: int = 0) -> Sequence[int]:
-        """Rows of the global batch of `step` that this process needs."""
+        """Returns the indices of the rows of the global batch of `step` that this process needs."""
         return self.devices.local_rows(self.plans.at(step))
 
     def put(self, batch: Batch, step: int = 0) -> Batch:
-        """Puts this process's rows of the global batch of `step` into arrays sharded over the devices."""
+        """Puts this process's rows of the global batch of `step` into arrays that are sharded over the devices."""
         plan, mesh = self.plans.at(step), self._sharding.mesh
         rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         local = pad_rows(batch, plan.microbatches_per_shard(mesh) * plan.rows * len(self.devices.groups))
@@ -164,7 +165,7 @@ class FastStep:
         )
 
     def gradient(self, state: TrainState, batch: Batch) -> Sums:
-        """Sums of loss, weights, gradients and reported metrics over the global batch."""
+        """Returns the sums of loss, weights, gradients and reported metrics over the global batch."""
         return wait_on_cpu(
             self._sums({**state.frozen, **state.params}, batch, self._replicate_scalar(np.int32(state.step)))
         )
@@ -172,14 +173,14 @@ class FastStep:
     def __call__(
         self, state: TrainState, batch: Batch, learning_rate: float, observer: Observer | None = None
     ) -> tuple[TrainState, Metrics]:
-        """Runs one step on a batch placed by `put`."""
+        """Runs one step on a batch that was placed by `put`."""
         curvature = None
         if self._curvature is not None and state.step % self._rule.optimizer.curvature_interval == 0:
             everything = {**state.frozen, **state.params}
             curvature = wait_on_cpu(
                 self._curvature(everything, batch, self._replicate_scalar(np.int32(state.step)))
             ).tree
-        # Before the step, which consumes the parameters.
+        # Called before the step, which consumes the parameters.
         observed = None if observer is None else (observer.before_step(state), self.gradient(state, batch))
         arrays = (state.params, state.opt_state, state.frozen)
         program = self._get_program(arrays, batch, self.plans.at(state.step), curvature)
@@ -216,18 +217,18 @@ class FastStep:
     def _sum_over_batch(
         self, function: MicrobatchFn, params: Params, batch: Batch, step: jax.Array, stream: int = 0
     ) -> Sums:
-        """Sums of `function` over the batch; `stream` separates the random numbers of different functions."""
+        """Sums `function` over the batch. `stream` separates the random numbers of different functions."""
         mesh = self._sharding.mesh
         key = jax.random.wrap_key_data(self._key_data)
         key = jax.random.fold_in(jax.random.fold_in(key, stream) if stream else key, step)
-        # Traced for all rows at once: only which parameters are read matters.
+        # Traced for all rows at once, because only the set of parameters that are read matters.
         gathered = self._gather.gather_unread(function, params, batch, key)
 
         def sum_chunk(rows: Batch, index: jax.Array | int) -> Sums:
             with batch_in_parts(self._shards), self._gather.gather_on_read():
                 scalars, tree = function(gathered, rows, jax.random.fold_in(key, index))
             storage = self._sharding.storage
-            # In storage sharding, so XLA may reduce-scatter gradients and no device holds them unsharded.
+            # In storage sharding, so that XLA may reduce-scatter gradients and no device holds them unsharded.
             return Sums(scalars, {n: jax.lax.with_sharding_constraint(g, storage[n]) for n, g in tree.items()})
 
         chunks = batch.tokens.shape[0] // (self._shards * self._rows_at_once(batch.tokens.shape[0]))
@@ -248,7 +249,7 @@ class FastStep:
         return jax.lax.scan(add, zero, items)[0]
 
     def _rows_at_once(self, rows: int) -> int:
-        """Rows that each device computes at once, of a batch of `rows` rows."""
+        """Returns the number of rows that each device computes at once, of a batch of `rows` rows."""
         if not self._accumulate:
             return rows // self._shards
         return next(plan.rows for plan in self.plans.values if plan.rows * plan.count == rows)

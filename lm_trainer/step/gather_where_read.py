@@ -24,18 +24,18 @@ _LAYERS = "layers"
 
 
 class GatherWhereRead:
-    """Gathers parameters over the batch axes where a computation reads them, in the dtype it reads.
+    """Gathers parameters over the batch axes where a computation reads them, in the dtype in which they are read.
 
-    Gradients are reduce-scattered in that dtype to the shards that store them. Parameters are gathered at the start
-    instead if they are not read by `nn.read` (possible in a user's model), if a pipeline would gather their layers once
-    for each row, or if each device stores whole layers.
+    Gradients are reduce-scattered, in the same dtype, to the shards that store them. Parameters are instead gathered at
+    the start of the computation if they are not read by `nn.read` (possible in a user's model), if a pipeline would
+    gather their layers once per row, or if each device stores whole layers.
 
     The gradient of an embedding table that is sharded along its columns is computed in shards: an all-to-all sends the
-    gradients of the looked-up rows to the devices of their columns. Each device with N tokens sends N x D numbers,
-    instead of V x D for a sum of gradients of the table.
+    gradients of the looked-up rows to the devices that store the columns. A device with N tokens sends N x D numbers,
+    whereas a sum of gradients of the table would send V x D.
 
     Args:
-        model: model of the parameters.
+        model: model that the parameters belong to.
         sharding: shardings of the parameters.
     """
 
@@ -66,7 +66,7 @@ class GatherWhereRead:
 
     @contextmanager
     def gather_on_read(self) -> Iterator[None]:
-        """While a computation is traced, gathers its parameters where it reads them."""
+        """Gathers parameters where they are read, while a computation is traced in this context."""
         if not self._late:
             yield
             return
@@ -83,12 +83,12 @@ class GatherWhereRead:
         )
 
     def _sharding_of_last_dims(self, spec: PartitionSpec, count: int) -> NamedSharding:
-        """Sharding of the last `count` dimensions: the slice of one layer lacks the first dimension of a stack."""
+        """Returns the sharding of the last `count` dimensions; one layer lacks the first dimension of a stack."""
         entries = [spec_axes(entry) for entry in spec[len(spec) - count :]]
         inside = jax.sharding.get_abstract_mesh()
         if not inside.manual_axes:
             return NamedSharding(self._mesh, PartitionSpec(*entries))
-        # Inside `shard_map` only the other axes can be used.
+        # Inside `shard_map`, only the axes that are not manual can be used.
         free = [tuple(axis for axis in axes if axis not in inside.manual_axes) for axes in entries]
         return NamedSharding(inside, PartitionSpec(*free))
 
@@ -99,11 +99,12 @@ def _gather_with_reduce_scatter(
     constrained, stored_dtype = jax.lax.with_sharding_constraint, x.dtype
 
     def gather(_: tuple[()], x: jax.Array) -> jax.Array:
-        # Cast while sharded, so the narrower values are sent.
+        # Cast while still sharded, so that the narrower values are sent.
         return constrained(constrained(constrained(x, storage).astype(dtype), storage), compute)
 
     def reduce_scatter(_: tuple[()], cotangent: jax.Array) -> jax.Array:
-        # The transpose of the constraint to `compute` would be the same constraint: an unsharded sum on every device.
+        # The transpose of the constraint to `compute` would be the same constraint, which gives every device the
+        # unsharded sum.
         return constrained(constrained(cotangent, storage).astype(stored_dtype), storage)
 
     return linear_call(gather, reduce_scatter, (), x)

@@ -1,4 +1,4 @@
-"""A rehearsed step: the programs it calls and the memory a device holds, without running anything."""
+"""Rehearsal of a step: finds the programs it calls and the memory that a device holds, without running anything."""
 
 from __future__ import annotations
 
@@ -23,47 +23,47 @@ from lm_trainer.step.state.state_sharding import StateSharding
 from lm_trainer.step.state.train_state import abstract_state
 
 MAX_MICROBATCHES = 256
-"""Maximum number of microbatches of a device that are rehearsed."""
+"""Maximum number of microbatches per device that are rehearsed."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The programs of a step on one device."""
+    """Programs of a step on one device."""
 
     phases: tuple[PhaseBytes, ...]
-    """Peak memory of each program, in the order of first runs."""
+    """Peak memory of each program, in the order in which the programs first run."""
     runs: Mapping[Key, int]
-    """Runs of each program."""
+    """Number of runs of each program."""
 
 
 @dataclass(frozen=True)
 class RehearsedStep:
-    """The step of a run, for a rehearsal."""
+    """Step of a run, prepared for a rehearsal."""
 
     step: Step
-    """Built under `on_one_shard`, only for the rehearsal."""
+    """The step, which was built under `on_one_shard` only for the rehearsal."""
     shapes: Mapping[str, jax.ShapeDtypeStruct]
-    """Shapes of all parameters."""
+    """Shapes of all parameters by name."""
     tx: optax.GradientTransformation
     sharding: StateSharding
     averaged: bool
-    """True if the state has an average of the parameters."""
+    """True if the state contains an average of the parameters."""
     interval: int
-    """Steps from one curvature estimate to the next."""
+    """Number of steps from one curvature estimate to the next."""
 
     def record(self, row: Batch, platform: str, measure: Measure, limit: int | None = None) -> StepRecord:
-        """Rehearses the step that takes the most memory, on the device with the most microbatches.
+        """Rehearses the step that takes the most memory, on the device that has the most microbatches.
 
         Args:
             row: a batch of one row.
             platform: platform of the step, which determines how many programs a device runs at once.
             measure: measures the results and memory of a program.
-            limit: memory of a device in bytes; the rehearsal stops once the step exceeds it.
+            limit: memory of a device in bytes. The rehearsal stops once the step exceeds it.
         """
         number = self._largest_step()
         plan = full_plan = self.step.plans.at(number)
         halvings = 0
-        # The remaining count must be divisible by 4, for two more halvings below.
+        # The remaining count must be divisible by 4, because it is halved twice below.
         while (
             self.step.loops
             and self.step.devices.divide_microbatches(plan).max_terms > MAX_MICROBATCHES
@@ -73,13 +73,13 @@ class RehearsedStep:
         if not halvings:
             return self._record(number, plan, row, platform, measure, limit)
         quarter = halve_plan(halve_plan(plan))
-        # The first record is dropped: its step also creates the arrays that are made only once.
+        # The first record is dropped, because its step also creates the arrays that are made only once.
         plans = [quarter, quarter, halve_plan(plan), plan]
         records = [self._record(number, fewer, row, platform, measure, None) for fewer in plans]
         record = _extrapolate_record(records[1:], halvings)
         if all(size >= 0 for phase in record.phases for size in phase.parts.values()):
             return record
-        # If the peak moves to another point of the step with more microbatches, it cannot be extrapolated.
+        # If the peak is at another point of the step when there are more microbatches, it cannot be extrapolated.
         return self._record(number, full_plan, row, platform, measure, limit)
 
     def _record(
@@ -100,7 +100,7 @@ class RehearsedStep:
         return StepRecord(recorder.phases, recorder.runs)
 
     def _largest_step(self) -> int:
-        """Number of a step with the batch that takes the most memory, with a curvature estimate if possible."""
+        """Returns the number of a step whose batch takes the most memory, with a curvature estimate if possible."""
         plans = self.step.plans
         largest = max(plans.values, key=memory_sort_key)
         start = plans.start_of(largest)
@@ -110,7 +110,7 @@ class RehearsedStep:
 
 @contextlib.contextmanager
 def _with_plan(step: Step, plan: MicrobatchPlan) -> Iterator[None]:
-    """Divides every batch of a step by `plan`."""
+    """Makes a step divide every batch by `plan` in this context."""
     original, step.plans = step.plans, Piecewise.from_phases([(0, plan)])
     try:
         yield
@@ -119,20 +119,20 @@ def _with_plan(step: Step, plan: MicrobatchPlan) -> Iterator[None]:
 
 
 def halve_plan(plan: MicrobatchPlan) -> MicrobatchPlan:
-    """A plan with half as many microbatches of the same size."""
+    """Returns a plan with half as many microbatches of the same size."""
     return replace(plan, batch_size=plan.rows * (plan.count // 2), count=plan.count // 2)
 
 
 def _extrapolate_record(records: list[StepRecord], doublings: int) -> StepRecord:
-    """Extrapolates to a step with 2^doublings times the microbatches of the last record.
+    """Extrapolates to a step that has 2^doublings times as many microbatches as the last record.
 
     The three records have n, 2n and 4n microbatches. Rows and activations grow linearly with the number of
-    microbatches, partial sums with its logarithm. If a program reaches its peak in another of its runs when there are
-    more microbatches, its phase is an estimate.
+    microbatches, and partial sums grow with its logarithm. If a program reaches its peak in a different run when there
+    are more microbatches, its phase is only an estimate.
     """
 
     def extrapolate(one: int, two: int, four: int) -> int:
-        # one = a + b n + c log2(n), where n is the number of microbatches of the first.
+        # one = a + b n + c log2(n), where n is the number of microbatches of the first record.
         linear = (four - two) - (two - one)
         logarithmic = (two - one) - linear
         return four + 4 * linear * (2**doublings - 1) + logarithmic * doublings
@@ -147,6 +147,6 @@ def _extrapolate_record(records: list[StepRecord], doublings: int) -> StepRecord
 
     phases = [extrapolate_phase(phase.name, phase.parts) for phase in records[2].phases]
     one, two, four = (record.runs for record in records)
-    # A program specific to one number of microbatches runs equally often for any number.
+    # A program that is specific to one number of microbatches runs equally often for any number.
     runs = {key: extrapolate(one[key], two[key], n) if key in one and key in two else n for key, n in four.items()}
     return StepRecord(tuple(phases), runs)

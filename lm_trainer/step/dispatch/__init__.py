@@ -1,1 +1,1 @@
-"""Groups of devices, the programs they run, and their microbatches."""
+"""Groups of devices, the programs they run, and the microbatches they compute."""

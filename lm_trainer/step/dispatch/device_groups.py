@@ -1,4 +1,4 @@
-"""Groups of devices that compute one microbatch together, and the transfer of rows and parameters to them."""
+"""Groups of devices that compute one microbatch together, and the transfer of rows and parameters to these groups."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ModelParallelGroup:
-    """The devices that compute one microbatch together: devices along the axes that are not batch axes."""
+    """Devices that compute one microbatch together: the devices along the axes that are not batch axes."""
 
     index: int
-    """Index among all batch shards of the mesh."""
+    """Index of the group among all batch shards of the mesh."""
     mesh: Mesh
-    """Mesh of the group, with the axes of the full mesh; the batch axes have size 1."""
+    """Mesh of the group, with the same axes as the full mesh; the batch axes have size 1."""
 
     def sharding(self, *spec: str | tuple[str, ...] | None) -> NamedSharding:
-        """A sharding over this group's devices."""
+        """Returns a sharding over the devices of this group."""
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     @cached_property
     def local_devices(self) -> list[Device]:
-        """The devices of the group that belong to this process."""
+        """Devices of the group that belong to this process."""
         return [device for device in self.mesh.devices.flat if device.process_index == jax.process_index()]
 
     @property
     def is_lead(self) -> bool:
-        """True in one of the processes that own the devices of the group."""
+        """True in exactly one of the processes that own devices of the group."""
         return self.mesh.devices.flat[0].process_index == jax.process_index()
 
     def put(self, values: PyTree) -> PyTree:
-        """Replicates host arrays on the devices of the group; all processes of the group must pass equal arrays."""
+        """Replicates host arrays on the devices of the group. All processes of the group must pass equal arrays."""
         if (rehearsed := put_abstract(values, self.sharding(), "batch")) is not None:
             return rehearsed
         if len(self.local_devices) == self.mesh.size:
             return jax.device_put(values, self.sharding())
-        # `device_put` would compare the values over all processes of the run.
+        # `device_put` would compare the values of all processes of the run.
         copies = [jax.device_put(values, device) for device in self.local_devices]
 
         def join(*parts: jax.Array) -> jax.Array:
@@ -65,28 +65,28 @@ class ModelParallelGroup:
         return jax.tree.map(join, *copies)
 
     def microbatch_positions(self, shares: Shares) -> range:
-        """Positions of the group's microbatches among all microbatches that `shares` divides."""
+        """Returns the positions of the group's microbatches among all microbatches that `shares` divides."""
         return shares.terms(self.index)
 
     def make_tree_sum(self, shares: Shares, add: Callable[[T, T], T]) -> TreeSum[T]:
-        """The sum over the microbatches of the group, as a part of the sum over all."""
+        """Makes the sum over the microbatches of the group, which is a part of the sum over all microbatches."""
         return TreeSum(shares.count, add, self.microbatch_positions(shares).start)
 
     def stacked_sharding(self, *spec: str | tuple[str, ...] | None) -> NamedSharding:
-        """A sharding of arrays with a leading axis over batch shards, of size 1 on the group."""
+        """Returns a sharding of arrays whose leading axis is over batch shards; it has size 1 on the group."""
         return self.sharding(None, *spec)
 
 
 def local_groups(mesh: Mesh) -> list[ModelParallelGroup]:
-    """The batch shards that devices of this process belong to, in the order of the batch.
+    """Returns the batch shards that devices of this process belong to, in batch order.
 
     Raises:
-        UserError: a process would have parts of several groups.
+        UserError: if a process would have parts of several groups.
     """
-    # The batch axes come first in a mesh, so each row holds the devices of one batch shard.
+    # The batch axes come first in a mesh, so each row contains the devices of one batch shard.
     rows = mesh.devices.reshape(batch_shards(mesh), -1)
     holders = [{device.process_index for device in devices} for devices in rows]
-    # Two processes that share two groups could wait for them in a different order, and so deadlock.
+    # Two processes that share two groups could wait for them in different orders and deadlock.
     shared = [other for one in holders if len(one) > 1 for other in holders if other is not one and one & other]
     if shared:
         sizes = " x ".join(
@@ -106,23 +106,23 @@ def local_groups(mesh: Mesh) -> list[ModelParallelGroup]:
 
 @dataclass(frozen=True)
 class PlacedBatch:
-    """This process's rows of a global batch, on their devices."""
+    """Rows of a global batch that belong to this process, placed on their devices."""
 
     plan: MicrobatchPlan
     microbatches: list[list[Batch]]
     """Microbatches of each local group, in order."""
     indices: list[list[jax.Array]]
-    """Index of each microbatch in the global batch, an int32 scalar on its group."""
+    """Index of each microbatch in the global batch, an int32 scalar on the devices of its group."""
 
 
 class DeviceGroups:
-    """The groups of devices that compute microbatches; sends rows and parameters to them.
+    """Groups of devices that compute microbatches. Sends rows and parameters to them.
 
     Args:
         sharding: shardings of the state.
-        microbatches_per_gather: the maximum number of microbatches that a group computes with parameters gathered once;
-            None means all of its microbatches. With a smaller number the batch is divided into several microbatch
-            groups, whose sums are added over all devices one after another.
+        microbatches_per_gather: maximum number of microbatches for which a group gathers parameters once; None: all of
+            its microbatches. With a smaller number, the batch is divided into several microbatch groups, whose sums are
+            added over all devices one after another.
     """
 
     def __init__(self, sharding: StateSharding, microbatches_per_gather: int | None = None):
@@ -134,29 +134,29 @@ class DeviceGroups:
         return shard_over_group(function, self.groups[0].mesh, self.sharding.params, names)
 
     def divide_microbatches(self, plan: MicrobatchPlan) -> Shares:
-        """Division of a microbatch group among all device groups; raises as `MicrobatchPlan.divide_microbatches`."""
+        """Divides a microbatch group among all device groups; raises as `MicrobatchPlan.divide_microbatches`."""
         return plan.divide_microbatches(self.sharding.mesh, self._microbatches_per_gather)
 
     def microbatch_indices(self, plan: MicrobatchPlan) -> list[list[int]]:
-        """For each local group, the indices of its microbatches in the global batch, in computation order."""
+        """Returns, for each local group, the indices of its microbatches in the global batch, as computed."""
         shares = self.divide_microbatches(plan)
         firsts = range(0, plan.count, shares.count)
         return [[first + n for first in firsts for n in shares.terms(group.index)] for group in self.groups]
 
     def local_rows(self, plan: MicrobatchPlan) -> Sequence[int]:
-        """Rows of the global batch this process needs, in order; a range if they are contiguous."""
+        """Returns the rows of the global batch that this process needs, in order; a range if they are contiguous."""
         every = (n * plan.rows + row for n in self._local_microbatch_indices(plan) for row in range(plan.rows))
         rows = [row for row in every if row < plan.batch_size]
-        # A user's own data source may then slice its rows.
+        # With a range, a user's own data source can slice its rows.
         span = range(rows[0], rows[-1] + 1) if rows else range(0)
         return span if len(span) == len(rows) else rows
 
     def _local_microbatch_indices(self, plan: MicrobatchPlan) -> list[int]:
-        """Indices of the microbatches of all local groups, in order."""
+        """Returns the indices of the microbatches of all local groups, in order."""
         return sorted(number for numbers in self.microbatch_indices(plan) for number in numbers)
 
     def split(self, batch: Batch, plan: MicrobatchPlan) -> list[list[Batch]]:
-        """This process's rows as the microbatches of each local group, in host memory."""
+        """Splits this process's rows into the microbatches of each local group, in host memory."""
         starts = {number: position * plan.rows for position, number in enumerate(self._local_microbatch_indices(plan))}
         batch = pad_rows(batch, len(starts) * plan.rows)
         return [
@@ -165,32 +165,32 @@ class DeviceGroups:
         ]
 
     def put(self, batch: Batch, plan: MicrobatchPlan) -> PlacedBatch:
-        """Splits this process's rows and sends them to their devices."""
+        """Splits this process's rows into microbatches and sends them to their devices."""
         placed, indices = [], []
         for group, splits, numbers in zip(
             self.groups, self.split(batch, plan), self.microbatch_indices(plan), strict=True
         ):
-            # All at once: later microbatches are transferred while the first is computed. Rows and indices share one
-            # transfer; passing a host scalar to a program would cost another transfer for each microbatch.
+            # All at once, so that later microbatches are transferred while the first is computed. Rows and indices
+            # share one transfer; passing a host scalar to a program would cost another transfer for each microbatch.
             rows, group_indices = group.put((splits, [np.int32(number) for number in numbers]))
             placed.append(rows)
             indices.append(group_indices)
         return PlacedBatch(plan, placed, indices)
 
     def group_views(self, arrays: Params) -> list[Params]:
-        """Global arrays that are not sharded over the batch axes, as each local group reads them."""
+        """Returns, for each local group, global arrays not sharded over the batch axes, as the group reads them."""
         return shards_on_groups(arrays, self.groups)
 
 
 def compute_shardings(sharding: StateSharding) -> dict[str, NamedSharding] | None:
-    """Shardings of all parameters during computation; None if they equal storage, so no gather is needed."""
+    """Returns the shardings of all parameters during computation; None if they equal storage, so none is gathered."""
     compute = {name: NamedSharding(sharding.mesh, param.compute) for name, param in sharding.params.items()}
     in_place = all(same_sharding(compute[name], storage) for name, storage in sharding.storage.items())
     return None if in_place else compute
 
 
 def same_sharding(one: NamedSharding, other: NamedSharding) -> bool:
-    """True if both shardings give every device the same part of an array."""
+    """Returns true if both shardings give every device the same part of an array."""
     return one.is_equivalent_to(other, max(len(one.spec), len(other.spec)))
 
 
@@ -209,9 +209,9 @@ def _slice_rows(batch: Batch, first: int, count: int) -> Batch:
 
 
 def shards_on_groups(arrays: Params, groups: Sequence[ModelParallelGroup]) -> list[Params]:
-    """The parts of global arrays on each group, as arrays of that group.
+    """Returns the parts of global arrays on each group, as arrays of that group.
 
-    The arrays must not be sharded over the batch axes; their data are not copied.
+    The arrays must not be sharded over the batch axes. Their data are not copied.
     """
     by_group: list[Params] = [{} for _ in groups]
     for name, array in arrays.items():
@@ -231,7 +231,7 @@ def _shard_on_group(array: jax.Array, shards: Mapping[Device, jax.Array], group:
 
 
 def stack_groups(parts: Sequence[jax.Array], spec: PartitionSpec, mesh: Mesh) -> jax.Array:
-    """Joins one array [1, ...] from each local group to the global array [batch shards, ...], without a copy.
+    """Joins one array [1, ...] from each local group into the global array [batch shards, ...], without a copy.
 
     Args:
         parts: arrays in the order of the local groups.
@@ -240,7 +240,7 @@ def stack_groups(parts: Sequence[jax.Array], spec: PartitionSpec, mesh: Mesh) ->
     """
     shape = (batch_shards(mesh), *parts[0].shape[1:])
     if len(parts) == 1 and parts[0].shape == shape and shape[0] > 1:
-        # Already global: the result of a program of all devices.
+        # Already global, because it is the result of a program that runs on all devices.
         return parts[0]
     shards = [shard.data for part in parts for shard in part.addressable_shards]
     return join_parts(shape, NamedSharding(mesh, PartitionSpec(BATCH_AXES, *spec)), shards)

@@ -1,4 +1,4 @@
-"""Compiled programs with their traces, and a hash to compare programs."""
+"""Compiled programs with their traces, and a hash with which programs can be compared."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryAnalysis(Protocol):
-    """XLA's memory analysis of a program, in bytes on each device."""
+    """XLA's memory analysis of a program; all sizes are in bytes on each device."""
 
     @property
     def argument_size_in_bytes(self) -> int:
-        """Arguments."""
+        """Size of the arguments."""
         ...
 
     @property
     def output_size_in_bytes(self) -> int:
-        """Outputs, including outputs in the memory of donated arguments."""
+        """Size of the outputs, including outputs that reuse the memory of donated arguments."""
         ...
 
     @property
     def alias_size_in_bytes(self) -> int:
-        """Outputs in the memory of donated arguments."""
+        """Size of the outputs that reuse the memory of donated arguments."""
         ...
 
     @property
     def temp_size_in_bytes(self) -> int:
-        """Memory held only while the program runs."""
+        """Size of memory that is held only while the program runs."""
         ...
 
 
 @dataclass(frozen=True)
 class Executable:
-    """A compiled program with its trace."""
+    """A compiled program and its trace."""
 
     traced: jax.stages.Traced
     compiled: jax.stages.Compiled
@@ -56,32 +56,32 @@ class Executable:
         """Compiles a function.
 
         Args:
-            jitted: function to compile.
+            jitted: jitted function to compile.
             args: arguments, or their shapes.
-            repeatable: excludes kernels whose summation order varies between runs (atomics).
+            repeatable: exclude kernels whose summation order varies between runs because they use atomics.
         """
         traced = jitted.trace(*args)
         lowered = traced.lower()
         return cls(traced, compile_repeatable(lowered, target_platform()) if repeatable else lowered.compile())
 
     def fingerprint(self) -> str:
-        """Hash of the optimised program, without source locations."""
+        """Returns a hash of the optimised program without source locations."""
         return program_hash(self.compiled)
 
     def jaxpr(self) -> str:
-        """The traced program, as printed by JAX."""
+        """Returns the traced program as printed by JAX."""
         return str(self.traced.jaxpr)
 
     def hlo(self) -> str:
-        """The optimised program, as printed by XLA."""
+        """Returns the optimised program as printed by XLA."""
         return self.compiled.as_text() or ""
 
     def run_counts(self) -> list[tuple[Executable, int]]:
-        """The programs and how often each runs: this program, once."""
+        """Returns each program and its number of runs: this program, once."""
         return [(self, 1)]
 
     def memory(self) -> MemoryAnalysis | None:
-        """XLA's memory analysis; None if the backend has none."""
+        """Returns XLA's memory analysis; None if the backend has none."""
         return self.compiled.memory_analysis()
 
 
@@ -91,27 +91,27 @@ class Executables:
 
     by_name: Mapping[str, Executable]
     times: Mapping[str, int]
-    """Name -> runs of the program for each run of the equivalent single program."""
+    """Name -> number of runs of the program per run of the equivalent single program."""
 
     def fingerprint(self) -> str:
-        """Hash of all programs."""
+        """Returns a hash of all programs."""
         lines = [f"{name} {executable.fingerprint()}" for name, executable in self.by_name.items()]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:_DIGITS]
 
     def jaxpr(self) -> str:
-        """The traced programs, as printed by JAX."""
+        """Returns the traced programs as printed by JAX."""
         return "\n\n".join(f"# {name}\n{executable.jaxpr()}" for name, executable in self.by_name.items())
 
     def hlo(self) -> str:
-        """The optimised programs, as printed by XLA."""
+        """Returns the optimised programs as printed by XLA."""
         return "\n\n".join(f"// {name}\n{executable.hlo()}" for name, executable in self.by_name.items())
 
     def run_counts(self) -> list[tuple[Executable, int]]:
-        """The programs and how often each runs."""
+        """Returns each program and its number of runs."""
         return [(executable, self.times[name]) for name, executable in self.by_name.items()]
 
     def memory(self) -> MemoryAnalysis | None:
-        """XLA's memory analysis of the program with the most temporary memory; None if the backend has none."""
+        """Returns XLA's memory analysis of the program with the most temporary memory; None if the backend has none."""
         analyses = [memory for executable in self.by_name.values() if (memory := executable.memory()) is not None]
         return max(analyses, key=lambda memory: memory.temp_size_in_bytes, default=None)
 
@@ -123,12 +123,12 @@ def compile_for_each(
     *,
     by_all_processes: bool = False,
 ) -> list[Executable]:
-    """Compiles one program for each of several sets of devices; warns if the programs differ.
+    """Compiles one program for each of several device sets. Warns if the compiled programs differ.
 
     Args:
-        make: compiles for the set with the given index.
+        make: compiles the program for the device set with the given index.
         device_sets: devices of each set, in mesh order.
-        name: name of the computation for the warning.
+        name: name of the computation, for the warning.
         by_all_processes: as for `compile_on_each`.
     """
     traced: list[jax.stages.Traced] = []
@@ -146,12 +146,12 @@ def compile_for_each(
 
 
 def program_hash(compiled: jax.stages.Compiled) -> str:
-    """SHA-256 (16 hex digits) of the instructions of a compiled program; equal programs compute equal bits."""
+    """Returns the SHA-256 (16 hex digits) of a program's instructions. Programs with equal hashes give equal bits."""
     text = compiled.as_text() or ""
     first = re.search(r"^(%|ENTRY)", text, re.MULTILINE)
     body = re.sub(r",? metadata=\{[^}]*\}", "", text[first.start() if first else 0 :])
-    # On a CPU: the number of tasks of an element-wise loop, which depends on the threads of the compiling process.
+    # On a CPU: number of tasks of an element-wise loop, which depends on the threads of the process that compiles.
     body = re.sub(r'"outer_dimension_partitions":\[[^\]]*\],?', "", body)
-    # On a TPU: sizes of scratch memory, which differ between chips of a slice for the same program.
+    # On a TPU: sizes of scratch memory, which differ between the chips of a slice for the same program.
     body = re.sub(r'"used_scoped_memory_configs":\[[^\]]*\],?', "", body)
     return hashlib.sha256(body.encode()).hexdigest()[:_DIGITS]

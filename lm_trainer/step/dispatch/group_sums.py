@@ -1,4 +1,4 @@
-"""Sums computed by groups of devices: their shardings, and their addition in a fixed order."""
+"""Sums that groups of devices compute: their shardings, and their addition in a fixed order."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
 Layouts = Mapping[str, ParamSharding]
-"""Shardings of the tree of the sums, by parameter name."""
+"""Shardings of the arrays in the tree of the sums, by parameter name."""
 
 
 def sum_shardings_on_group(group: ModelParallelGroup | MeshGroup, layouts: Layouts) -> PyTree:
-    """Shardings of the sums of a microbatch on its group: the shardings of the parameters, with a leading axis."""
+    """Returns the shardings of a microbatch's sums on its group: the parameters' shardings, with a leading axis."""
     tree = {name: group.stacked_sharding(*layout.compute) for name, layout in layouts.items()}
     return Sums(group.stacked_sharding(), tree)  # pyright: ignore[reportArgumentType]
 
 
 def stack_sums(parts: Sequence[Sequence[Sums]], shares: Shares, layouts: Layouts, mesh: Mesh) -> list[Sums]:
-    """Joins the partial sums [1, ...] of the local groups to [batch shards, ...] over all groups, without a copy.
+    """Joins the partial sums [1, ...] of the local groups into [batch shards, ...] over all groups, without a copy.
 
     Args:
         parts: partial sums of each local group.
         shares: division of the microbatches among all groups.
-        layouts: shardings of the tree.
+        layouts: shardings of the tree of the sums.
         mesh: device mesh.
 
     Returns:
-        The first partial sums of all groups, then the second ones and so on. A group with fewer partial sums repeats
-        its first one.
+        The first partial sums of all groups, then the second ones, and so on. A group that has fewer partial sums
+        repeats its first one.
     """
     slots = range(shares.max_parts)
     return [
@@ -60,11 +60,11 @@ def _stack_group_sums(parts: Sequence[Sums], layouts: Layouts, mesh: Mesh) -> Su
 def stacked_shapes(
     shapes: Mapping[str, jax.ShapeDtypeStruct], layouts: Layouts, mesh: Mesh, scalars: Sequence[str]
 ) -> Sums:
-    """Shapes of one of the results of `stack_sums`.
+    """Returns the shapes of one of the results of `stack_sums`.
 
     Args:
-        shapes: shapes of the tree, without the axis over groups.
-        layouts: shardings of the tree.
+        shapes: shapes of the arrays in the tree, without the axis over groups.
+        layouts: shardings of the tree of the sums.
         mesh: device mesh.
         scalars: names of the float32 scalars.
     """
@@ -86,12 +86,12 @@ def add_over_groups(
     mesh: Mesh,
     dtypes: Mapping[str, DTypeLike] | None = None,
 ) -> Sums:
-    """Adds the results of `stack_sums`: scalars on every device, the tree sharded as by `sum_over_shards`.
+    """Adds the results of `stack_sums`: scalars on every device, and the tree sharded as by `sum_over_shards`.
 
     Args:
-        stacked: results of `stack_sums`.
+        stacked: the results of `stack_sums`.
         shares: division of the microbatches among the groups.
-        layouts: shardings of the tree.
+        layouts: shardings of the tree of the sums.
         mesh: device mesh.
         dtypes: as for `sum_over_shards`.
     """

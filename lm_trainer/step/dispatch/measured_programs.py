@@ -1,4 +1,4 @@
-"""The compiled programs of plans, and estimates for programs that are not compiled."""
+"""Compiled programs of plans, and estimates for programs that are not compiled."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lm_trainer.step.dispatch.recorder import Key, Measure, MeasuredProgram, mea
 
 
 class MeasuredPrograms:
-    """Programs that are each compiled only once for any number of plans.
+    """Programs that are compiled only once for any number of plans.
 
     Args:
-        compiled: already compiled programs of a microbatch, by name.
+        compiled: programs of a microbatch that are already compiled, by name.
     """
 
     def __init__(self, compiled: Mapping[str, Executable] = MappingProxyType({})) -> None:
@@ -30,11 +30,11 @@ class MeasuredPrograms:
         self._others = dict[Hashable, MeasuredProgram]()
         self._temporary = dict[str, int]()
         self.texts = dict[Key, str]()
-        """The texts of the compiled programs."""
+        """HLO texts of the compiled programs."""
 
     @contextmanager
     def measure_for_rows(self, rows: int) -> Iterator[Measure]:
-        """Compiles unknown programs, for a step with microbatches of `rows` rows."""
+        """Returns a context in which unknown programs are compiled, for a step with microbatches of `rows` rows."""
         growing = dict[str, MeasuredProgram]()
 
         def measure(program: Program, key: Key, args: tuple[PyTree, ...]) -> MeasuredProgram:
@@ -55,10 +55,10 @@ class MeasuredPrograms:
         self._by_rows[rows] = growing
 
     def interpolate(self, rows: int) -> Measure:
-        """Interpolates programs for microbatches of `rows` rows between the two nearest sizes (or uses the only one).
+        """Interpolates programs for microbatches of `rows` rows between the two nearest sizes, or uses the only size.
 
-        Sizes of axes are linear in the number of rows, and memory nearly so. Programs that only add the results of
-        microbatches are taken from any size. Unknown programs are traced.
+        Sizes of axes are linear in the number of rows, and memory is nearly linear. Programs that only add the results
+        of microbatches are taken from any size. Unknown programs are traced.
         """
         sizes = sorted(self._by_rows, key=lambda size: abs(math.log(size / rows)))
         a, b = sizes[0], sizes[min(1, len(sizes) - 1)]

@@ -1,4 +1,4 @@
-"""Memory a device holds in each phase of a training step, from shapes and from XLA's memory analysis."""
+"""Memory that a device holds in each phase of a training step, from shapes and XLA's memory analysis."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from lm_trainer.step.state.train_state import TrainState
 
 @dataclass(frozen=True)
 class ProgramBytes:
-    """The memory of a compiled program on each of its devices, in bytes."""
+    """Memory of a compiled program in bytes, on each of its devices."""
 
     arguments: int
     outputs: int
     aliased: int
-    """Outputs in the memory of donated arguments."""
+    """Outputs that reuse the memory of donated arguments."""
     temporary: int
-    """Held only while the program runs."""
+    """Memory that is held only while the program runs."""
 
     @classmethod
     def from_executable(cls, program: Executable) -> ProgramBytes:
         """Reads XLA's memory analysis.
 
         Raises:
-            UserError: the backend has no memory analysis.
+            UserError: if the backend has no memory analysis.
         """
         analysis = program.memory()
         if analysis is None:
@@ -51,26 +51,26 @@ class ProgramBytes:
 
 @dataclass(frozen=True)
 class PhaseBytes:
-    """Memory a device holds during one phase of a step."""
+    """Memory that a device holds during one phase of a step."""
 
     name: str
     parts: Mapping[str, int]
-    """Name -> bytes."""
+    """Name of a part -> size in bytes."""
 
     @property
     def bytes(self) -> int:
-        """Sum of all parts."""
+        """Sum of all parts in bytes."""
         return sum(self.parts.values())
 
 
 def bytes_per_device(tree: PyTree) -> int:
-    """Bytes of arrays (or of shapes with shardings) on each of their devices."""
+    """Returns the size in bytes of arrays, or of shapes with shardings, on each of their devices."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def state_bytes(state: TrainState) -> dict[str, int]:
-    """Memory of the state on each device between steps: name -> bytes, without empty parts.
+    """Returns the memory of the state on each device between steps: name -> size in bytes, without empty parts.
 
     Args:
         state: arrays, or shapes with shardings as returned by `abstract_state`.
@@ -86,5 +86,5 @@ def state_bytes(state: TrainState) -> dict[str, int]:
 
 
 def memory_sort_key(plan: MicrobatchPlan) -> tuple[int, int]:
-    """Key that orders the batches of a run by memory: either the rows or the number of microbatches increase."""
+    """Returns a key that orders the batches of a run by memory. Either their rows or their microbatches increase."""
     return plan.rows, plan.count

@@ -1,8 +1,8 @@
-"""The computation of one microbatch on each device of a mesh, by one program for all devices.
+"""Computation of one microbatch on each device of a mesh, with one program for all devices.
 
-Inside a program for several devices XLA may compile a computation differently than alone. So the program is compared
-with the computation compiled for one device, as graphs of operations, fusions and kernels, and is used only if every
-result is computed in the same way: then its bits are the same on every mesh.
+Inside a program for several devices, XLA may compile a computation differently than in a program for one device. The
+program is therefore compared with the computation compiled for one device, as graphs of operations, fusions and
+kernels. It is used only if every result is computed in the same way, because its bits are then the same on every mesh.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from lm_trainer.step.dispatch.program import Program
 
 
 class ProgramsDiffer(Exception):
-    """A computation is compiled differently in a program for all devices than alone, so its bits may differ."""
+    """A program for all devices computes results differently than a program for one device, so its bits may differ."""
 
 
 class Exchange(NamedTuple):
     """A gather or reduction over all devices that overlaps with a computation."""
 
     name: str
-    """Name in plans."""
+    """Name of the exchange in plans."""
     function: Callable[..., PyTree]
     arguments: tuple[PyTree, ...]
-    """Shapes and shardings of its arguments."""
+    """Shapes and shardings of the arguments of the exchange."""
     shardings: PyTree
-    """Shardings of its results."""
+    """Shardings of the results of the exchange."""
     results: str
-    """As for `Program`."""
+    """Same as for `Program`."""
     donated: tuple[int, ...] = ()
-    """Positions of the arguments it consumes."""
+    """Positions of the arguments that the exchange consumes."""
 
 
 class MeshExecutable:
     """A function of a microbatch, compiled once for all devices of a mesh.
 
-    The host dispatches one program for all of its devices, where `PerGroupExecutable` dispatches one for each. With
-    `exchanges` the devices also gather or reduce arrays of other layers while they compute.
+    The host dispatches one program for all of its devices, whereas `PerGroupExecutable` dispatches one for each. With
+    `exchanges`, the devices also gather or reduce arrays of other layers while they compute.
 
     Args:
-        function: the computation of one device, of the parameters and the arguments of `signature`.
-        group: all devices.
+        function: computation of one device, a function of the parameters and the arguments of `signature`.
+        group: group of all devices.
         signature: arguments and results of the function.
         program: description of the program, without its function.
-        exchanges: what overlaps with the computation. Their arguments follow the arguments of the function, and
-            their results follow its results.
+        exchanges: exchanges that overlap with the computation. Their arguments follow the arguments of the function,
+            and their results follow its results.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class MeshExecutable:
 
     @property
     def program(self) -> Executable:
-        """The program of the computation alone: the one that runs record and compare."""
+        """The program compiled for one device, which runs record and compare."""
         return self.alone.program
 
     def compile_for(self, params: PyTree, alone: PerGroupExecutable) -> None:
@@ -90,7 +90,7 @@ class MeshExecutable:
             alone: the same computation, compiled for one device.
 
         Raises:
-            ProgramsDiffer: in all processes, if any of them compiles a result differently than alone.
+            ProgramsDiffer: in all processes, if any of them compiles a result differently than for one device.
         """
         self._alone = alone
         if current_rehearsal() is not None:
@@ -99,7 +99,7 @@ class MeshExecutable:
         arguments = self._group.argument_shapes(self._signature)
         executable = Executable.from_jitted(self._program.jitted, params, *arguments, *exchanged)
         expected = output_hashes(alone.program.hlo())
-        # The results of exchanges follow.
+        # The results of the exchanges follow the results of the computation.
         if any_process(output_hashes(executable.hlo())[: len(expected)] != expected):
             raise ProgramsDiffer(self._program.name)
         self._program = replace(self._program, executable=executable)
@@ -111,7 +111,7 @@ class MeshExecutable:
 
 
 MicrobatchExecutable = PerGroupExecutable | MeshExecutable
-"""The computation of a microbatch on the devices of this process: one program for each group, or one for all."""
+"""Computation of a microbatch on the devices of this process: one program for each group, or one for all groups."""
 
 
 def _program_with_exchanges(
@@ -121,7 +121,7 @@ def _program_with_exchanges(
     signature: Signature,
     exchanges: Sequence[Exchange],
 ) -> Program:
-    """The program of a computation on all devices together with its exchanges."""
+    """Makes the program of a computation on all devices together with its exchanges."""
     wide = group.map_over_devices(function, signature)
     if not exchanges:
         jitted = jax.jit(wide, out_shardings=group.stacked_sharding(), donate_argnums=tuple(signature.donated))
@@ -143,7 +143,7 @@ def _program_with_exchanges(
         name=program.name + names,
         exchanges=names,
         results=(str(program.results), *(exchange.results for exchange in exchanges)),
-        # As the results of separate gathers: the host may call the program long before it runs.
+        # Same as for the results of separate gathers, because the host may call the program long before it runs.
         queued=True,
         jitted=jax.jit(
             run,

@@ -1,4 +1,4 @@
-"""All devices of a mesh as one group: each computes its own microbatch, by the same program."""
+"""All devices of a mesh as one group: each device computes its own microbatch, by the same program."""
 
 from __future__ import annotations
 
@@ -34,30 +34,31 @@ class Signature(NamedTuple):
     arguments: Sequence[PyTree]
     """Shapes of the other arguments on one device or group."""
     roles: Sequence[Role]
-    """Role of each of these arguments."""
+    """Role of each of the other arguments."""
     returns: PyTree
-    """As for `lm_trainer.step.staged.stage_sharing.share_stage`."""
+    """Same as for `lm_trainer.step.staged.stage_sharing.share_stage`."""
     donated: Sequence[int] = ()
-    """Positions of the arguments it consumes; the parameters are argument 0."""
+    """Positions of the arguments that the function consumes; the parameters are argument 0."""
 
 
 @dataclass(frozen=True)
 class MeshGroup:
-    """All devices of a mesh.
+    """Group of all devices of a mesh.
 
-    Values that each device has for itself are concatenated along their first axis to one global array, and scalars to
-    a vector. So the part on a device has the same shape as on a device alone, and its program the same operations.
+    Values that differ between devices are concatenated along their first axis into one global array, or into a vector
+    if they are scalars. The part on a device therefore has the same shape as in a program for one device, and the
+    program has the same operations.
     """
 
     mesh: Mesh
     index: ClassVar[int] = 0
 
     def sharding(self, *spec: str | tuple[str, ...] | None) -> NamedSharding:
-        """A sharding of a value that is the same for all batch shards."""
+        """Returns a sharding for a value that is the same for all batch shards."""
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     def stacked_sharding(self, *spec: str | tuple[str, ...] | None) -> NamedSharding:
-        """A sharding of the values of all batch shards, concatenated along the first axis."""
+        """Returns a sharding for the values of all batch shards, concatenated along the first axis."""
         return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES, *spec))
 
     def put(self, values: PyTree) -> PyTree:
@@ -65,15 +66,15 @@ class MeshGroup:
         return jax.tree.map(lambda x: replicate(x, self.mesh), values)
 
     def microbatch_positions(self, shares: Shares) -> range:
-        """Positions of the microbatches of a device among its own."""
+        """Returns the positions of a device's microbatches among its own microbatches."""
         return range(shares.max_terms)
 
     def make_tree_sum(self, shares: Shares, add: Callable[[T, T], T]) -> TreeSum[T]:
-        """The sum over the microbatches of a device: the same subtree of the full sum on every device."""
+        """Makes the sum over the microbatches of a device, the same subtree of the full sum on every device."""
         return TreeSum(shares.max_terms, add)
 
     def argument_shapes(self, signature: Signature) -> tuple[PyTree, ...]:
-        """Global shapes and shardings of the arguments of a function."""
+        """Returns the global shapes and shardings of the arguments of a function."""
         shards = batch_shards(self.mesh)
 
         def replicated_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -88,7 +89,7 @@ class MeshGroup:
         return tuple(jax.tree.map(by_role[role], argument) for argument, role in pairs)
 
     def map_over_devices(self, function: Callable[..., PyTree], signature: Signature) -> Callable[..., PyTree]:
-        """Maps `function(params, *arguments)` of one device over all devices."""
+        """Maps `function(params, *arguments)`, which computes on one device, over all devices."""
 
         def on_device(params: Params, *values: PyTree) -> PyTree:
             arguments = jax.tree.map(lambda about, x: x.reshape(about.shape), tuple(signature.arguments), values)
@@ -105,7 +106,7 @@ class MeshGroup:
 
 
 class MeshWide:
-    """Places batches and parameters for programs of all devices of a mesh; otherwise like `DeviceGroups`.
+    """Places batches and parameters for programs that run on all devices of a mesh; otherwise like `DeviceGroups`.
 
     Args:
         devices: the same devices as separate groups of one device each.
@@ -116,11 +117,11 @@ class MeshWide:
         self.groups = [MeshGroup(devices.sharding.mesh)]
 
     def divide_microbatches(self, plan: MicrobatchPlan) -> Shares:
-        """As `DeviceGroups.divide_microbatches`."""
+        """Same as `DeviceGroups.divide_microbatches`."""
         return self.devices.divide_microbatches(plan)
 
     def put(self, batch: Batch, plan: MicrobatchPlan) -> PlacedBatch:
-        """Puts this process's rows on their devices: one global array for the n-th microbatches of all devices."""
+        """Puts this process's rows on their devices, with one global array for the n-th microbatches of all devices."""
         (group,) = self.groups
 
         def join(*parts: np.ndarray | np.generic) -> jax.Array:
@@ -139,12 +140,12 @@ class MeshWide:
         return PlacedBatch(plan, [rows], [indices])
 
     def group_views(self, arrays: Params) -> list[Params]:
-        """Gathered parameters as the group reads them: global arrays."""
+        """Returns gathered parameters in the form in which the group reads them: global arrays."""
         return [arrays]
 
 
 def can_be_mesh_wide(devices: DeviceGroups, plans: Sequence[MicrobatchPlan]) -> bool:
-    """True if each of several devices computes its microbatches alone, and as many as every other device."""
+    """Returns true if there are several devices, each computes its microbatches by itself, and all have as many."""
     mesh = devices.sharding.mesh
     alone = mesh.size == batch_shards(mesh) > 1
     return alone and all(devices.divide_microbatches(plan).is_even for plan in plans)
@@ -155,7 +156,7 @@ _DISPATCHES_FOR: ContextVar[str | None] = ContextVar("dispatches_for", default=N
 
 @contextmanager
 def dispatching_for(platform: str) -> Iterator[None]:
-    """Steps built inside dispatch their programs as on devices of this platform; for plans and tests."""
+    """Makes steps built in this context dispatch programs as on devices of this platform; for plans and tests."""
     token = _DISPATCHES_FOR.set(platform)
     try:
         yield
@@ -164,8 +165,8 @@ def dispatching_for(platform: str) -> Iterator[None]:
 
 
 def prefers_mesh_wide(platform: str) -> bool:
-    """True if one program for all devices is faster than one for each.
+    """Returns true if one program for all devices is faster than one program for each device.
 
-    On CPUs, programs of single devices overlap, and dispatching is cheap compared to computing.
+    On CPUs it is not: programs of single devices overlap, and dispatching is cheap compared to computing.
     """
     return (_DISPATCHES_FOR.get() or platform) != "cpu"

@@ -1,4 +1,4 @@
-"""The division of a global batch into microbatches."""
+"""Division of a global batch into microbatches."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MicrobatchPlan:
-    """The division of a global batch into microbatches, independent of the devices."""
+    """Division of a global batch into microbatches, which does not depend on the devices."""
 
     batch_size: int
-    """Rows of the global batch."""
+    """Number of rows of the global batch."""
     count: int
-    """Microbatches in a step, V."""
+    """Number of microbatches in a step, V."""
     rows: int
-    """Rows in a microbatch. Rows past the end of the batch are padding and have no weight."""
+    """Number of rows in a microbatch. Rows past the end of the batch are padding and have no weight."""
 
     @classmethod
     def make(cls, batch_size: int, rows: int, elastic_shards: int, *, pad: bool = False) -> MicrobatchPlan:
-        """Divides `batch_size` rows into microbatches of `rows` rows or, if `rows` is -1, into `elastic_shards`.
+        """Divides `batch_size` rows into microbatches of `rows` rows or, if `rows` is -1, into `elastic_shards`
+        microbatches.
 
         Args:
-            batch_size: rows of the global batch.
-            rows: rows of a microbatch, or -1.
+            batch_size: number of rows of the global batch.
+            rows: number of rows of a microbatch, or -1.
             elastic_shards: maximum number of devices along the batch axes.
             pad: pad a batch that is not divisible to a multiple of `elastic_shards` microbatches.
 
         Raises:
-            ValueError: the batch is not divisible, and `pad` is false.
+            ValueError: if the batch is not divisible and `pad` is false.
         """
         if pad:
             rows = -(-batch_size // elastic_shards) if rows == -1 else rows
@@ -59,16 +60,16 @@ class MicrobatchPlan:
         return cls(batch_size, batch_size // rows, rows)
 
     def microbatch_shapes(self, batch: Batch) -> Batch:
-        """Shapes of a microbatch with rows of the same shape as in `batch`, which may have any number of rows."""
+        """Returns the shapes of a microbatch with rows of the same shape as in `batch`, in any number."""
         import jax
 
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((self.rows, *x.shape[1:]), x.dtype), batch)
 
     def microbatches_per_shard(self, mesh: Mesh | AbstractMesh) -> int:
-        """Microbatches of each batch shard of a mesh whose shards have equal numbers of microbatches.
+        """Returns the number of microbatches per batch shard of a mesh whose shards have equally many.
 
         Raises:
-            UserError: the microbatches cannot be divided equally.
+            UserError: if the microbatches cannot be divided equally.
         """
         shares = self.divide_microbatches(mesh)
         if self.count % shares.shards:
@@ -79,18 +80,18 @@ class MicrobatchPlan:
         return shares.max_terms
 
     def divide_microbatches(self, mesh: Mesh | AbstractMesh, microbatches_per_gather: int | None = None) -> Shares:
-        """Division of all microbatches, or of one microbatch group, among the batch shards of a mesh.
+        """Divides all microbatches, or one microbatch group, among the batch shards of a mesh.
 
         The microbatches of a group form a subtree of the tree over all microbatches, so grouping changes no bit.
 
         Args:
             mesh: device mesh.
             microbatches_per_gather: maximum number of microbatches of a shard in a microbatch group. Groups may be
-                larger: every shard has at least one microbatch in each group, and the leaves of the tree, runs of an
-                odd number of microbatches, are not split.
+                larger, because every shard has at least one microbatch in each group, and the leaves of the tree, which
+                are runs of an odd number of microbatches, are not split.
 
         Raises:
-            UserError: there are more shards than microbatches.
+            UserError: if there are more shards than microbatches.
         """
         shards = batch_shards(mesh)
         if shards > self.count:
@@ -108,9 +109,9 @@ class MicrobatchPlan:
         return Shares(group, shards)
 
     def smaller_group_sizes(self, mesh: Mesh | AbstractMesh, microbatches_per_gather: int | None = None) -> list[int]:
-        """The possible sizes of a shard's part of a microbatch group, largest first.
+        """Returns the possible sizes of a shard's part of a microbatch group, largest first.
 
-        They are below the size with `microbatches_per_gather`.
+        All of them are below the size with `microbatches_per_gather`.
         """
         current = self.divide_microbatches(mesh, microbatches_per_gather).max_terms
         sizes = {self.divide_microbatches(mesh, limit).max_terms for limit in range(1, current)}

@@ -1,4 +1,4 @@
-"""Microbatches the devices of this process compute together, and values computed from them."""
+"""Microbatches that the devices of this process compute together, and values computed from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 class Microbatch(NamedTuple):
-    """One microbatch on its device group."""
+    """One microbatch and the device group that computes it."""
 
     group: int
     """Index of the device group among the groups of this process."""
@@ -33,14 +33,14 @@ class Microbatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Microbatches(Generic[T]):
-    """A value for each of several microbatches, in order for each device group of this process."""
+    """Values for several microbatches, in order, for each device group of this process."""
 
     by_group: list[list[T]]
 
     def map(self, function: Callable[..., R], *others: Microbatches[PyTree]) -> Microbatches[R]:
         """Calls `function(value, *values of others)` for each microbatch."""
         results: list[list[R]] = [[] for _ in self.by_group]
-        # Alternates between the groups, so all devices have work while the host dispatches.
+        # Alternates between the groups, so that all devices have work while the host dispatches.
         for j in range(max(map(len, self.by_group))):
             for i, values in enumerate(self.by_group):
                 if j < len(values):
@@ -48,7 +48,7 @@ class Microbatches(Generic[T]):
         return Microbatches(results)
 
     def last_values(self) -> list[T]:
-        """The last value of each device group."""
+        """Returns the last value of each device group."""
         return [values[-1] for values in self.by_group]
 
     def __iter__(self) -> Iterator[T]:
@@ -65,7 +65,7 @@ class MicrobatchGroup:
 
 
 def microbatch_groups(batch: PlacedBatch, devices: DeviceGroups | MeshWide, step: int) -> Iterator[MicrobatchGroup]:
-    """The microbatches of a batch, in groups that share gathered parameters, in computation order."""
+    """Yields the microbatches of a batch in groups that share gathered parameters, in order of computation."""
     shares = devices.divide_microbatches(batch.plan)
     steps = [group.put(np.int32(step)) for group in devices.groups]
     sizes = [len(group.microbatch_positions(shares)) for group in devices.groups]

@@ -1,6 +1,6 @@
 """One microbatch sharded over several devices: its positions, the experts of its layers, or its layers.
 
-Each device computes its part under `shard_map`, and communicates by `lm_trainer.parallel.collectives`.
+Each device computes its part under `shard_map`, and communicates with `lm_trainer.parallel.collectives`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lm_trainer.step.dispatch.model_parallel_limits import ROW_AXES, check_lengt
 from lm_trainer.step.state.model_def import Params
 
 ROWS_AND_POSITIONS = PartitionSpec(ROW_AXES, "context")
-"""Partition spec of arrays with the rows and positions of a microbatch as leading dimensions."""
+"""Partition spec of arrays whose leading dimensions are the rows and positions of a microbatch."""
 
 
 def shard_over_group(
@@ -31,14 +31,14 @@ def shard_over_group(
 ) -> Callable[..., PyTree]:
     """Distributes `function(params, batch, key) -> (scalars, tree)` over all devices that share a microbatch.
 
-    The function is called with this device's part of the rows and of the parameters. It returns sums over that part,
+    The function is called with this device's part of the rows and of the parameters. It returns sums over its part,
     which are added over the devices in a fixed order.
 
     Args:
-        function: function to distribute; returned unchanged if the mesh has no model-parallel axes.
+        function: function to distribute. It is returned unchanged if the mesh has no model-parallel axes.
         mesh: mesh of one group. It may have batch axes; XLA then adds the results over them.
         param_shardings: shardings of the parameters.
-        names: the parameters in the tree.
+        names: names of the parameters in the tree.
     """
     axes, names = model_parallel_axes(mesh.shape), tuple(names)
     if not axes:
@@ -70,13 +70,13 @@ def shard_over_group(
 
 
 def manual_axes(mesh: Mesh) -> set[str]:
-    """The axes of a group's mesh that are manual under `shard_map`."""
-    # Axes with one device are manual too, so kernels XLA cannot partition need not be partitioned.
+    """Returns the axes of a group's mesh that are manual under `shard_map`."""
+    # Axes with one device are manual too, so that kernels that XLA cannot partition need not be partitioned.
     return {axis for axis in mesh.axis_names if axis in MODEL_PARALLEL_AXES or mesh.shape[axis] == 1}
 
 
 def manual_specs(param_shardings: Mapping[str, ParamSharding], mesh: Mesh) -> dict[str, PartitionSpec]:
-    """Partition specs over the manual axes of the parameters of a group."""
+    """Returns the partition specs, over the manual axes, of the parameters of a group."""
     manual = manual_axes(mesh)
     return {name: _restrict_to_axes(sharding.compute, manual) for name, sharding in param_shardings.items()}
 
@@ -87,7 +87,7 @@ def sum_over_group(
     """Adds gradients over the devices of a group that have the same part of a parameter, in a fixed order.
 
     Args:
-        tree: terms of this device, under `shard_map`.
+        tree: the terms of this device, under `shard_map`.
         param_shardings: shardings of the parameters.
         mesh: mesh of the group.
     """
@@ -109,7 +109,7 @@ def _unused_axes(spec: PartitionSpec, axes: Iterable[str]) -> tuple[str, ...]:
 
 
 def _find_unsharded_dim(x: jax.Array, param_sharding: ParamSharding, mesh: Mesh, axes: Iterable[str]) -> int | None:
-    """An unsharded dimension whose size is divisible by the number of devices along all `axes`."""
+    """Finds an unsharded dimension whose size is divisible by the number of devices along all `axes`; else None."""
     pieces = math.prod(mesh.shape[a] for a in axes)
     sharded = [bool(spec_axes(entry)) for entry in param_sharding.compute] + [False] * x.ndim
     return next((d for d, size in enumerate(x.shape) if not sharded[d] and size % pieces == 0), None)

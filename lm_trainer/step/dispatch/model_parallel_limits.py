@@ -1,4 +1,4 @@
-"""Limits of model parallelism: the models, rows and lengths the axes of a group can shard."""
+"""Limits of model parallelism: which models, rows and lengths the axes of a group can shard."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
 
 ROW_AXES = ("pipeline", "expert")
-"""The axes of a group that shard only the rows of a microbatch outside the layers they parallelise."""
+"""Axes of a group that, outside the layers they parallelise, shard only the rows of a microbatch."""
 
 
 def model_parallel_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes that shard a microbatch on a mesh of these sizes."""
+    """Returns the axes that shard a microbatch on a mesh with these axis sizes."""
     return tuple(axis for axis in MODEL_PARALLEL_AXES if sizes[axis] > 1)
 
 
@@ -43,7 +43,7 @@ def check_model_parallel(spec: DecoderSpec | None, rows: Iterable[int], sizes: M
 
     Args:
         spec: spec of the model; None for a model that is not a `Decoder`.
-        rows: the row counts of the microbatches.
+        rows: the numbers of rows of the microbatches.
         sizes: sizes of the mesh axes.
     """
     check_model(spec, sizes)
@@ -59,7 +59,7 @@ def check_model(spec: DecoderSpec | None, sizes: Mapping[str, int]) -> None:
         sizes: sizes of the mesh axes.
 
     Raises:
-        UserError: names the axis and the obstacle.
+        UserError: if an axis cannot shard the model. The message names the axis and the reason.
     """
     axes = model_parallel_axes(sizes)
     if not axes:

@@ -1,8 +1,8 @@
-"""The computation of one microbatch as a separate executable, compiled once for each group of devices.
+"""Computation of one microbatch as a separate executable, compiled once for each group of devices.
 
-Inside one large program XLA rewrites the same computation differently for one device than for many, so its bits change
-with the mesh. Compiled separately, for the devices of one batch shard, the computation of a microbatch is the same
-optimised program on every mesh. The hash of that program is recorded with the run.
+Inside one large program, XLA rewrites the same computation differently for one device than for many, so its bits depend
+on the mesh. If it is compiled separately, for the devices of one batch shard, the computation of a microbatch is the
+same optimised program on every mesh. The hash of that program is recorded with the run.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _COMPUTATION = Program("computation", None, "results", grows=True, overlaps=True
 
 
 class PerGroupExecutable:
-    """One function, compiled once for every group of this process.
+    """A function that is compiled once for every group of this process.
 
     Args:
-        function: for `compile` `function(params, batch, step, index)`, with a Batch of one microbatch; `step` and
-            `index` are int32 scalars.
-        groups: groups to compile for.
-        results: shardings of the results on a group; None lets XLA choose.
+        function: for `compile`, it is `function(params, batch, step, index)`, with a Batch of one microbatch; `step`
+            and `index` are int32 scalars.
+        groups: groups for which to compile.
+        results: shardings of the results on a group; None: XLA chooses.
         donated: positions of the arguments that are donated.
         program: description of the program in plans, without its function.
     """
@@ -70,9 +70,9 @@ class PerGroupExecutable:
         self.compile_for(arguments_on_group)
 
     def compile_for(self, arguments: Callable[[ModelParallelGroup], tuple[PyTree, ...]]) -> None:
-        """Compiles for all groups at once; `arguments` returns the shapes with shardings of the arguments on a group.
+        """Compiles for all groups at once. `arguments` returns the shapes, with shardings, of the arguments on a group.
 
-        All processes of a run must call it at the same point.
+        All processes of a run must call this at the same point.
         """
 
         def jit_for(index: int) -> jax.stages.Wrapped:
@@ -91,18 +91,18 @@ class PerGroupExecutable:
 
     @property
     def is_compiled(self) -> bool:
-        """True after `compile` has been called."""
+        """True once `compile` has been called."""
         return bool(self._programs)
 
     @property
     def program(self) -> Executable:
-        """The program of the first group; the other groups run the same program."""
+        """Program of the first group; the other groups run the same program."""
         executable = self._programs[0].executable
         assert executable is not None, "nothing is compiled in a rehearsal"
         return executable
 
     def __call__(self, group: int, *args: PyTree) -> PyTree:
-        """Enqueues the function on the `group`-th local group; returns at once if programs may be queued."""
+        """Enqueues the function on local group number `group`. Returns at once if programs may be queued."""
         if current_rehearsal() is not None:
             return self._programs[group](*args)
         return wait_on_cpu(self._streams(self._programs[group], *args))

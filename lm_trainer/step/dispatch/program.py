@@ -1,4 +1,4 @@
-"""The programs a step calls."""
+"""Programs that a step calls."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ from lm_trainer.step.dispatch.executable import Executable, compile_for_each
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A jitted function a step calls: it runs on arrays, and is recorded on abstract arrays of a rehearsal."""
+    """A jitted function that a step calls. Runs on arrays; calls on abstract arrays of a rehearsal are recorded."""
 
     name: str
-    """Name in plans. Programs with the same name and arguments of the same shapes are the same program."""
+    """Name of the program in plans. Programs with equal names and argument shapes are the same program."""
     jitted: Any
     """The `jax.stages.Wrapped` function; None in a description of a program without its function."""
     results: str | tuple[str, ...]
-    """Purpose of the arrays it returns, such as `gradients`; one for each element of a tuple that it returns."""
+    """Purpose of the arrays that the program returns, such as `gradients`. If it returns a tuple, one for each
+    element."""
     grows: bool = False
-    """True if its memory grows with the number of rows that are computed at once."""
+    """True if the memory of the program grows with the number of rows that are computed at once."""
     elementwise: bool = False
     """True if every result is computed from the elements at the same position. Compilers for accelerators fuse such
-    programs and need no temporary memory; XLA for CPUs copies the arguments."""
+    programs, which then need no temporary memory; XLA for CPUs copies the arguments."""
     overlaps: bool = False
-    """True if a device may run several of them at once."""
+    """True if a device may run several calls of the program at once."""
     queued: bool = False
-    """True if the host may call it long before it runs, so its results take memory until the host has waited."""
+    """True if the host may call the program long before it runs. Its results then take memory until the host has
+    waited."""
     repeatable: bool = True
-    """As for `Executable.from_jitted`."""
+    """Same as for `Executable.from_jitted`."""
     exchanges: str = ""
-    """The end of its name that tells what it sends beside a computation, where programs without that exist too."""
+    """The end of `name` that states what the program exchanges during a computation, if there are programs without it
+    too."""
     executable: Executable | None = None
-    """The compiled program; None compiles it when it is called."""
+    """The compiled program; None: the program is compiled when it is called."""
 
     @property
     def computation(self) -> str:
@@ -52,7 +55,7 @@ class Program:
         return (self.jitted if self.executable is None else self.executable.compiled)(*args)
 
     def compile(self, *args: PyTree) -> Executable:
-        """Compiles the program for these arguments, which may be shapes; returns `executable` if it is set."""
+        """Compiles the program for these arguments, which may be shapes. Returns `executable` if it is set."""
         return self.executable or Executable.from_jitted(self.jitted, *args, repeatable=self.repeatable)
 
 
@@ -65,14 +68,14 @@ def create_programs(
     *,
     by_all_processes: bool = False,
 ) -> list[Program]:
-    """Creates a program for each of several sets of devices; compiles it unless in a rehearsal.
+    """Creates a program for each of several device sets, and compiles them unless in a rehearsal.
 
     Args:
         program: description of the program.
-        jit_for: returns the function for the set with the given index.
-        arguments: returns the shapes of its arguments.
+        jit_for: returns the function for the device set with the given index.
+        arguments: returns the shapes of the arguments for the device set with the given index.
         device_sets: as for `compile_for_each`.
-        name: name of the computation for a warning.
+        name: name of the computation, for a warning.
         by_all_processes: as for `compile_on_each`.
     """
     if current_rehearsal() is not None:

@@ -1,4 +1,4 @@
-"""The programs of a step in the order of their calls, and the memory a device holds meanwhile."""
+"""Programs of a step in the order of their calls, and the memory that a device holds during each of them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes, bytes_per_
 from lm_trainer.step.dispatch.program import Program
 
 Key = tuple[str, *tuple[Hashable, ...]]
-"""Name of a program, and the structure and shapes of its arguments."""
+"""Name of a program, with the structure and shapes of its arguments."""
 
 
 @dataclass(frozen=True)
 class MeasuredProgram:
-    """A program for arguments of certain shapes."""
+    """Measurements of a program for arguments of certain shapes."""
 
     bytes: ProgramBytes
     structure: Hashable
-    """Tree structure of its results."""
+    """Tree structure of the results."""
     results: Sequence[Description]
     consumed: Sequence[int]
     """Positions of donated arrays among the leaves of all arguments."""
 
 
 class Measure(Protocol):
-    """Measures the results and memory of programs."""
+    """Function that measures the results and memory of programs."""
 
     def __call__(self, program: Program, key: Key, args: tuple[PyTree, ...]) -> MeasuredProgram:
         """Measures a program with arguments of these shapes."""
@@ -46,7 +46,7 @@ class _Call:
 
     measured: MeasuredProgram
     sizes: list[int]
-    """Bytes of its results on the device."""
+    """Size of each result on the device, in bytes."""
     purposes: list[str]
     """Purpose of each result."""
     runs: int = 0
@@ -60,10 +60,10 @@ class Recorder:
     """A rehearsal that records the programs that are called, and the memory of the device while they run.
 
     Args:
-        measure: measures the results and memory of a program; called once for each program and shapes.
-        devices: participating devices of this process; the memory of the first one is recorded.
-        at_once: number of overlapping programs a device runs at the same time.
-        limit: memory of the device in bytes; `MemoryLimitExceeded` is raised when it is exceeded.
+        measure: measures the results and memory of a program. Called once for each program and argument shapes.
+        devices: devices of this process that take part; the memory of the first one is recorded.
+        at_once: number of overlapping programs that a device runs at the same time.
+        limit: memory of the device in bytes; if it is exceeded, `MemoryLimitExceeded` is raised.
     """
 
     def __init__(self, measure: Measure, devices: Sequence[Device], at_once: int = 1, limit: int | None = None):
@@ -74,22 +74,22 @@ class Recorder:
 
     @property
     def phases(self) -> tuple[PhaseBytes, ...]:
-        """Peak memory of the device while each program runs; in the order of their first runs."""
+        """Peak memory of the device while each program runs, in the order in which the programs first run."""
         return tuple(self._peaks.values())
 
     @property
     def runs(self) -> dict[Key, int]:
-        """Runs of each program on the device."""
+        """Number of runs of each program on the device."""
         return {key: call.runs for key, call in self._calls.items()}
 
     def create_abstract_arrays(self, tree: PyTree, purpose: str) -> PyTree:
-        """Creates abstract arrays from shapes with shardings; they are held from now on."""
+        """Creates abstract arrays from shapes with shardings; they count towards the memory from now on."""
         return jax.tree.map(
             lambda x: create_abstract_array(Description(x.shape, x.dtype, x.sharding), self.memory, purpose), tree
         )
 
     def run(self, program: Program, args: tuple[PyTree, ...]) -> PyTree:
-        """Records a run of a program, and returns its results."""
+        """Records a run of a program and returns its results."""
         leaves, structure = jax.tree.flatten(args)
         key = (program.name, structure, tuple(x.description if isinstance(x, AbstractArray) else x for x in leaves))
         call = self._calls.get(key)
@@ -137,7 +137,7 @@ class Recorder:
 
 
 def _result_purposes(program: Program, structure: PyTree) -> list[str]:
-    """The purpose of each array that a program returns."""
+    """Returns the purpose of each array that a program returns."""
     if isinstance(program.results, str):
         return [program.results] * structure.num_leaves
     pairs = zip(program.results, structure.children(), strict=True)
@@ -145,7 +145,7 @@ def _result_purposes(program: Program, structure: PyTree) -> list[str]:
 
 
 def measure_compiled(program: Program, args: tuple[PyTree, ...]) -> tuple[MeasuredProgram, Executable]:
-    """Compiles a program and reads XLA's memory analysis; also returns the `Executable`.
+    """Compiles a program and reads XLA's memory analysis. Also returns the `Executable`.
 
     Raises:
         UserError: as `ProgramBytes.from_executable`.
@@ -159,7 +159,7 @@ def measure_compiled(program: Program, args: tuple[PyTree, ...]) -> tuple[Measur
 
 
 def measure_traced(program: Program, key: Key, args: tuple[PyTree, ...]) -> MeasuredProgram:
-    """Measures a program by its trace; a result without sharding gets the sharding of an argument of the same shape."""
+    """Measures a program by tracing it; results without a sharding get the sharding of an argument of equal shape."""
     del key
     traced = program.jitted.trace(*args)
     shapes, structure = jax.tree.flatten(traced.out_info)

@@ -1,1 +1,1 @@
-"""Gradients of a loss, and the values a model logs."""
+"""Gradients of a loss, and the values that a model logs."""

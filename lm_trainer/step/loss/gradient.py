@@ -1,4 +1,4 @@
-"""Functions of one microbatch: the loss with its gradient, and an optimizer's estimate of curvature."""
+"""Functions of one microbatch: the loss with its gradient, and the optimizer's estimate of curvature."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from lm_trainer.step.loss.logged import Losses, with_logged
 from lm_trainer.step.state.model_def import ModelDef, Params
 
 LossFn = Callable[[PyTree, Batch, jax.Array | None], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
-"""`loss(model, batch, key) -> (sum of weighted losses, sum of weights, metrics)`, all float32 scalars. Metrics are sums
-too, and are reported divided by the sum of weights. The key is for dropout; None disables it."""
+"""`loss(model, batch, key) -> (sum of weighted losses, sum of weights, metrics)`, all of them float32 scalars. Metrics
+are sums too, and are reported after division by the sum of weights. The key is for dropout; None disables it."""
 
 
 CurvatureFn = Callable[[PyTree, Batch, jax.Array], PyTree]
-"""`curvature(model, batch, key) -> nested dict like the parameters`, sums over the microbatch."""
+"""`curvature(model, batch, key)` returns sums over the microbatch, as a nested dict with the structure of the
+parameters."""
 
 
 STEP_SCALARS = ("loss", "weight")
-"""Scalars among the sums of every loss."""
+"""Names of the scalars that the sums of every loss contain."""
 
 
 class Sums(NamedTuple):
-    """Sums over microbatches, which add up to the sums over the global batch."""
+    """Sums over microbatches. Adding them gives the sums over the global batch."""
 
     scalars: dict[str, jax.Array]
-    """float32."""
+    """float32 scalars by name."""
     tree: Params
-    """By parameter name."""
+    """Arrays by parameter name."""
 
 
 MicrobatchFn = Callable[[Params, Batch, jax.Array], Sums]
-"""`function(params, microbatch, key) -> Sums`; the key is specific to the microbatch."""
+"""`function(params, microbatch, key) -> Sums`; each microbatch has a different key."""
 
 
 def loss_of_params(
@@ -59,7 +60,7 @@ def validate_loss(result: object) -> Losses:
     """Checks the result of a `LossFn`, and copies its metrics to a new dict.
 
     Raises:
-        UserError: the result has another form, or a metric has a name that is reserved for the step.
+        UserError: if the result has another form, or a metric has a name that is reserved for the step.
     """
     total, weight, metrics = _validate_sums(result)
     if reserved := sorted(RESERVED & metrics.keys()):
@@ -88,7 +89,7 @@ def _describe_result(result: object) -> str:
 
 
 def loss_and_gradient(model: ModelDef, loss: LossFn, trainable: Collection[str]) -> MicrobatchFn:
-    """The sums the loss reports, and the gradient of the summed loss for the parameters `trainable`."""
+    """Returns a function that computes the sums of a loss, and the gradient of its sum for `trainable` parameters."""
     losses = loss_of_params(model, loss)
 
     def function(params: Params, batch: Batch, key: jax.Array) -> Sums:
@@ -103,7 +104,7 @@ def loss_and_gradient(model: ModelDef, loss: LossFn, trainable: Collection[str])
 
 
 def curvature_sums(model: ModelDef, curvature: CurvatureFn, trainable: Collection[str]) -> MicrobatchFn:
-    """The optimizer's curvature estimate for the parameters `trainable`, as sums."""
+    """Returns a function that computes the optimizer's curvature estimate for the parameters `trainable`, as sums."""
 
     def function(params: Params, batch: Batch, key: jax.Array) -> Sums:
         sums = curvature(model.merge(params), batch, key)

@@ -1,7 +1,7 @@
-"""Returns values logged inside a loss as metrics.
+"""Turns values that are logged inside a loss into metrics that it returns.
 
-The loss is traced, and its jaxpr is evaluated with the logged values as additional results of all enclosing loops and
-rematerialised parts. This happens before differentiation, so each value is logged once.
+The loss is traced, and its jaxpr is evaluated in such a way that logged values become additional results of all
+enclosing loops and rematerialised parts. This happens before differentiation, so each value is logged once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Var
 
 Losses = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
-"""The results of a `LossFn`."""
+"""Results of a `LossFn`."""
 
 
 LoggedValues = dict[Entry, jax.Array]
-"""Values of each call of `log`, float32 [times it ran], in execution order."""
+"""Values of each call of `log`, float32 [number of executions], in order of execution."""
 
 _WORDS = {
     "while": "jax.lax.while_loop (or a fori_loop whose length is computed)",
@@ -34,16 +34,17 @@ _WORDS = {
     "custom_jvp_call": "a function with jax.custom_jvp",
     "shard_map": "jax.shard_map",
 }
-"""Primitives without support for logging inside them -> their names for users."""
+"""Maps primitives inside which logging is not supported to their names for users."""
 
 
 def with_logged(losses: Callable[..., Losses]) -> Callable[..., Losses]:
-    """Returns `losses`, a function of arrays, with its logged values added to its metrics.
+    """Returns a version of `losses`, a function of arrays, whose metrics include the logged values.
 
     If nothing is logged, `losses` itself is called. The returned function raises UserError if a value cannot be
     returned from a primitive, or if names are not unique.
     """
-    # Remembers shapes, so the loss is traced twice only once: each group of devices compiles its own program.
+    # Remembers shapes, so that the loss is traced twice only once, although each group of devices compiles its own
+    # program.
     without_logs: set[PyTree] = set()
 
     def losses_with_logs(*args: PyTree) -> Losses:
@@ -52,11 +53,11 @@ def with_logged(losses: Callable[..., Losses]) -> Callable[..., Losses]:
         with collecting_logs():
             if shape in without_logs:
                 return losses(*args)
-            # A new function each time, because JAX would reuse the trace of a known one.
+            # A new function each time, because JAX would reuse the trace of a known function.
             closed, shapes = jax.make_jaxpr(lambda *xs: losses(*xs), return_shape=True)(*args)
             if not _calls_log(closed.jaxpr):
                 without_logs.add(shape)
-                # Inside the context, where JAX reuses the traces of inner functions from the line above.
+                # Called inside the context, where JAX reuses the traces of inner functions from the line above.
                 return losses(*args)
         results, values = _evaluate_jaxpr(closed.jaxpr, closed.consts, leaves)
         total, weight, metrics = jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -67,7 +68,7 @@ def with_logged(losses: Callable[..., Losses]) -> Callable[..., Losses]:
 
 
 def logged_shapes(function: Callable[..., PyTree], *shapes: PyTree) -> Mapping[Entry, jax.ShapeDtypeStruct]:
-    """Shapes of the values logged inside `function` for arguments of these shapes."""
+    """Returns the shapes of the values logged inside `function` when its arguments have these shapes."""
     with collecting_logs():
         if not _calls_log(jax.make_jaxpr(lambda *xs: function(*xs))(*shapes).jaxpr):
             return {}
@@ -75,7 +76,8 @@ def logged_shapes(function: Callable[..., PyTree], *shapes: PyTree) -> Mapping[E
 
 
 def with_logged_values(function: Callable[..., PyTree]) -> Callable[..., tuple[PyTree, LoggedValues]]:
-    """Returns `function`, of arrays, with its logged values as an additional result; raises as `with_logged`.
+    """Returns a version of `function`, a function of arrays, that also returns its logged values; raises as
+    `with_logged`.
 
     If nothing is logged, `function` itself is called.
     """
@@ -92,11 +94,11 @@ def with_logged_values(function: Callable[..., PyTree]) -> Callable[..., tuple[P
 
 
 def logged_metrics(logged: LoggedValues, weight: jax.Array) -> dict[str, jax.Array]:
-    """Metrics as sums: added over microbatches and divided by the sum of weights, they give the values to report."""
+    """Returns metrics as sums: added over microbatches and divided by the sum of weights, they give the values."""
     metrics = {}
     for entry, values in logged.items():
         if entry.reduce == "mean":
-            # A microbatch of padding only does not count, even if its mean is NaN.
+            # A microbatch that is only padding does not count, even if its mean is NaN.
             values = jnp.where(weight == 0, 0.0, values * weight)
         metrics[entry.name] = jnp.mean(values) if values.size > 1 else values[0]
         if entry.each:
@@ -134,7 +136,7 @@ def _find_entries(jaxpr: Jaxpr) -> Iterator[Entry]:
 def _evaluate_jaxpr(
     jaxpr: Jaxpr, consts: Sequence[PyTree], args: Sequence[jax.Array]
 ) -> tuple[list[jax.Array], LoggedValues]:
-    """Evaluates a jaxpr as `jax.core.eval_jaxpr`, and returns its results and its logged values."""
+    """Evaluates a jaxpr like `jax.core.eval_jaxpr`. Returns its results and its logged values."""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     logged: dict[Entry, list[jax.Array]] = {}
 
@@ -194,7 +196,8 @@ def _evaluate_checkpoint(equation: JaxprEqn, inputs: list[jax.Array]) -> tuple[l
 
 def _evaluate_scan(equation: JaxprEqn, inputs: list[jax.Array]) -> tuple[list[jax.Array], LoggedValues]:
     params, inner = equation.params, equation.params["jaxpr"]
-    # The params that count operands differ between versions of JAX. Scanned operands have one axis more outside.
+    # The params that count operands differ between versions of JAX. Scanned operands have one more axis outside the
+    # loop.
     num_carry = _count_equal_ranks(equation.outvars, inner.jaxpr.outvars)
     last = _count_equal_ranks(equation.invars, inner.jaxpr.invars)
     first = last - num_carry
@@ -224,7 +227,7 @@ def _evaluate_cond(equation: JaxprEqn, inputs: list[jax.Array]) -> tuple[list[ja
         def evaluated(*args: jax.Array) -> tuple[list[jax.Array], dict[tuple[str, str, bool], jax.Array]]:
             results, logged = _evaluate_jaxpr(branch.jaxpr, branch.consts, args)
             check_logged_names(logged, {})
-            # Branches call `log` at different lines; values of one name are joined for all branches.
+            # Branches call `log` at different lines; values with the same name are joined over all branches.
             for entry in logged:
                 entries.setdefault(_branch_key(entry), entry)
             return results, {_branch_key(entry): values for entry, values in logged.items()}
@@ -245,7 +248,7 @@ def _branch_key(entry: Entry) -> tuple[str, str, bool]:
 
 
 Handler = Callable[[JaxprEqn, list[jax.Array]], tuple[list[jax.Array], LoggedValues]]
-"""Evaluates an equation, and returns its results and its logged values."""
+"""Evaluates an equation. Returns its results and its logged values."""
 
 _HANDLERS: dict[str, Handler] = {
     "jit": _evaluate_call,
@@ -256,4 +259,4 @@ _HANDLERS: dict[str, Handler] = {
     "scan": _evaluate_scan,
     "cond": _evaluate_cond,
 }
-"""Name of a primitive -> its evaluation with logged values."""
+"""Maps the name of a primitive to the function that evaluates it with logged values."""

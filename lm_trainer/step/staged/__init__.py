@@ -1,1 +1,1 @@
-"""A loss computed in stages: their functions, and how gradients are summed over microbatches."""
+"""Losses that are computed in stages: functions of the stages, and the sums of gradients over microbatches."""

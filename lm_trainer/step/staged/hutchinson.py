@@ -1,8 +1,8 @@
-"""The functions of one microbatch that estimate curvature stage by stage, as a derivative of the gradient.
+"""Functions of one microbatch that estimate curvature stage by stage, as a derivative of the gradient.
 
 This is `lm_trainer.nn.curvature.hutchinson` in stages. Each value passed between stages is paired with its derivative
-in the direction of the random signs u: the stream in the forward pass, and the derivative of the loss for the stream in
-the backward pass. The directional derivative of a stage's gradient is then that stage's part of H u.
+in the direction of the random signs u: the stream in the forward pass, and the derivative of the loss with respect to
+the stream in the backward pass. The directional derivative of the gradient of a stage is then this stage's part of H u.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class StreamPair(NamedTuple):
-    """A stream (or the derivative of the loss for it) and its derivative in the direction of the signs."""
+    """A stream (or the derivative of the loss with respect to it) and its derivative in the direction of the signs."""
 
     value: Stream | None
     tangent: Stream | None
@@ -42,13 +42,13 @@ _NONE = StreamPair(None, None)
 
 @dataclass(frozen=True)
 class Hutchinson:
-    """The stages of a loss with pairs instead of streams and u * (H u) instead of gradients, and no other sums."""
+    """Stages of a loss with pairs instead of streams, u * (H u) instead of gradients, and no other sums."""
 
     loss: SplitLoss
-    """Without logged values, and with the random key of the estimate."""
+    """The loss in stages, without logged values and with the random key of the estimate."""
 
     def stages(self, batch: Batch) -> list[StageFunctions]:
-        """As `SplitLoss.stages`. No residuals are saved: the derivative of a gradient recomputes everything."""
+        """Same as `SplitLoss.stages`. Saves no residuals: the derivative of a gradient recomputes everything."""
         return [self._differentiate_stage(stage) for stage in self.loss.stages(batch)]
 
     def _differentiate_stage(self, stage: StageFunctions) -> StageFunctions:
@@ -95,7 +95,7 @@ class Hutchinson:
         return replace(stage, forward=stage.forward and forward, gradient=gradient)
 
     def _draw_signs(self, params: Params, step: jax.Array, index: jax.Array, number: jax.Array | None) -> Params:
-        """The signs of the parameters a stage reads; for layer `number`, the same as `hutchinson` draws for it."""
+        """Draws the signs of the parameters that a stage reads; for layer `number`, the same as `hutchinson` draws."""
         key = self.loss.microbatch_key(step, index)
         assert key is not None
         shapes = self.loss.model.shapes
@@ -107,14 +107,14 @@ class Hutchinson:
 
 
 def rademacher_row(key: jax.Array, shape: tuple[int, ...], row: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """`jax.random.rademacher(key, shape, dtype)[row]`, without drawing the other rows.
+    """Computes `jax.random.rademacher(key, shape, dtype)[row]` without drawing the other rows.
 
-    JAX draws element i of an array from the i-th block of the cipher: see `jax_threefry_partitionable`.
+    JAX draws element i of an array from the i-th block of the cipher; see `jax_threefry_partitionable`.
 
     Args:
         key: a threefry key.
-        shape: shape with the row axis first; a row has at most 2^32 elements.
-        row: an int32 scalar.
+        shape: shape of the full array, with the row axis first. A row has at most 2^32 elements.
+        row: index of the row, an int32 scalar.
         dtype: dtype of the signs.
     """
     size = math.prod(shape[1:])
@@ -123,16 +123,16 @@ def rademacher_row(key: jax.Array, shape: tuple[int, ...], row: jax.Array, dtype
     low_E = low[None] + jnp.arange(size, dtype=jnp.uint32)
     high_E = high[None] + (low_E < low[None]).astype(jnp.uint32)
     first_E, second_E = jnp.split(threefry_2x32(jax.random.key_data(key), jnp.concatenate([high_E, low_E])), 2)
-    # -1 where the uniform number in [0, 1) is 1/2 or above, that is where its first bit is 1.
+    # -1 if the uniform number in [0, 1) is at least 1/2, which is the case if its first bit is 1.
     negative_E = (first_E ^ second_E) >> 31
     return (1 - 2 * negative_E.astype(jnp.int32)).astype(dtype).reshape(shape[1:])
 
 
 def _jvp(function: Callable[..., PyTree], primals: tuple[PyTree, ...], tangents: tuple[PyTree, ...]) -> PyTree:
-    """`jax.jvp` that also works for functions with a custom derivative for reverse mode only."""
+    """Same as `jax.jvp`, but also works for functions whose custom derivative is only for reverse mode."""
     return jvp_of_gradient(lambda *args: jax.vjp(function, *args)[0], primals, tangents)
 
 
 def _multiply_by_signs(signs: Params, products: Params) -> Sums:
-    # Gradients have a leading axis.
+    # Gradients have a leading axis over batch shards.
     return Sums({}, {name: signs[name][None] * product for name, product in products.items()})

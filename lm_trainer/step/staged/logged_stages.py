@@ -13,17 +13,17 @@ from lm_trainer.nn.log import Entry
 from lm_trainer.step.loss.logged import LoggedValues, check_logged_names, logged_metrics
 
 Logged = dict[str, jax.Array]
-"""Values of each call of `log` before the last stage, float32 [times it runs], in execution order."""
+"""Values of each call of `log` before the last stage, float32 [number of executions], in order of execution."""
 
 _Shapes = Mapping[Entry, jax.ShapeDtypeStruct]
 
 
 @dataclass(frozen=True)
 class LoggedStages:
-    """The calls of `log` before the last stage."""
+    """Calls of `log` before the last stage."""
 
     starts: Mapping[Entry, np.ndarray]
-    """Index of the first value of each layer; int32 [layers]."""
+    """Index of the first value of each layer, int32 [layers]."""
     counts: Mapping[Entry, int]
     """Total number of values."""
 
@@ -45,7 +45,7 @@ class LoggedStages:
         return cls(starts, counts)
 
     def start_arrays(self, values: LoggedValues) -> Logged:
-        """Puts the values logged before the layers into arrays with room for the values of the layers."""
+        """Puts the values logged before the layers into arrays that have room for the values of the layers."""
         rooms = {entry: jnp.zeros(count, jnp.float32) for entry, count in self.counts.items()}
         filled = {entry: rooms[entry].at[: len(x)].set(x) for entry, x in values.items()}
         return {_entry_name(entry): room for entry, room in {**rooms, **filled}.items()}
@@ -69,10 +69,10 @@ class LoggedStages:
             logged: values logged before the last stage.
             head: values logged in the last stage.
             weight: sum of the weights of the microbatch.
-            metrics: metrics the loss returns.
+            metrics: metrics that the loss returns.
 
         Raises:
-            UserError: names are not unique.
+            UserError: if names are not unique.
         """
         values: dict[Entry, list[jax.Array]] = {entry: [logged[_entry_name(entry)]] for entry in self.counts}
         for entry, more in head.items():

@@ -1,4 +1,4 @@
-"""A layer whose forward pass saves residuals, so its backward pass does not recompute them."""
+"""A layer whose forward pass saves residuals, so that its backward pass does not recompute them."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ Params = Mapping[str, jax.Array]
 
 @dataclass(frozen=True)
 class SavingLayer:
-    """A layer compiled to two programs, forward and backward.
+    """A layer that is compiled to two programs, forward and backward.
 
-    Both trace `jax.vjp` of the layer. Of the residuals JAX saves, `forward` returns the ones that depend on the
-    stream or on random numbers; `gradient` takes them instead of computing its own, which then become dead code. The
-    other residuals depend only on parameters and batch, such as reshaped weights or a mask. `gradient` recomputes them,
-    since otherwise every microbatch and layer would hold a copy.
+    Both trace `jax.vjp` of the layer. Of the residuals that JAX saves, `forward` returns those that depend on the
+    stream or on random numbers. `gradient` takes them instead of computing its own, which then become dead code. The
+    other residuals, such as reshaped weights or a mask, depend only on parameters and batch. `gradient` recomputes
+    them, because otherwise every microbatch and layer would hold a copy.
     """
 
     layer: Callable[..., Stream]
-    """`layer(params, stream, batch, number, step, index)`: the output of the layer."""
+    """`layer(params, stream, batch, number, step, index)` returns the output of the layer."""
     trainable: Collection[str]
-    """Parameters that have a gradient."""
+    """Names of the parameters that have a gradient."""
 
     def forward(
         self, params: Params, stream: Stream, batch: Batch, number: jax.Array, step: jax.Array, index: jax.Array
     ) -> tuple[Stream, list[jax.Array]]:
-        """The output of the layer, and the residuals for `gradient`."""
+        """Returns the output of the layer, and the residuals for `gradient`."""
         arguments = (params, stream, batch, number, step, index)
         output, vjp = self._vjp(*arguments)
         saved = zip(jax.tree.leaves(vjp), self._find_saved_residuals(*arguments), strict=True)
@@ -51,7 +51,8 @@ class SavingLayer:
         step: jax.Array,
         index: jax.Array,
     ) -> tuple[Stream, Sums]:
-        """The derivative of the loss for the input of the layer, and the gradient for its parameters.
+        """Returns the derivative of the loss with respect to the input of the layer, and the gradient of its
+        parameters.
 
         Args:
             params: as for `forward`.
@@ -59,7 +60,7 @@ class SavingLayer:
             handed_on: residuals returned by `forward`.
             batch: as for `forward`.
             number: as for `forward`.
-            d_stream: derivative of the loss for the output of the layer.
+            d_stream: derivative of the loss with respect to the output of the layer.
             step: as for `forward`.
             index: as for `forward`.
         """
@@ -71,7 +72,7 @@ class SavingLayer:
         return d_input, Sums({}, {name: x[None] for name, x in grads.items()})
 
     def _vjp(self, params: Params, stream: Stream, *others: PyTree) -> tuple[Stream, PyTree]:
-        """The results of `jax.vjp`; its second result is a tree of residuals."""
+        """Returns the results of `jax.vjp`; the second result is a tree of residuals."""
 
         def function(trained: Params, stream: Stream) -> Stream:
             return self.layer({**params, **trained}, stream, *others)
@@ -79,7 +80,7 @@ class SavingLayer:
         return jax.vjp(function, {name: x for name, x in params.items() if name in self.trainable}, stream)
 
     def _find_saved_residuals(self, params: Params, stream: Stream, batch: Batch, *scalars: jax.Array) -> list[bool]:
-        """For each residual of `jax.vjp`, whether `forward` returns it."""
+        """Returns, for each residual of `jax.vjp`, true if `forward` returns it."""
 
         def values(stream: Stream, scalars: PyTree, params: Params, batch: Batch) -> list[jax.Array]:
             return jax.tree.leaves(self._vjp(params, stream, batch, *scalars)[1])
@@ -87,7 +88,7 @@ class SavingLayer:
         jaxpr = jax.make_jaxpr(values)(stream, scalars, params, batch).jaxpr
         varying = set(jaxpr.invars[: len(jax.tree.leaves((stream, scalars)))])
         for equation in jaxpr.eqns:
-            # The others are literals, such as the 1 of x + 1.
+            # The other variables are literals, such as the 1 of x + 1.
             if any(isinstance(var, Var) and var in varying for var in equation.invars):
                 varying |= set(equation.outvars)
         saved = varying - set(jaxpr.invars)

@@ -1,4 +1,4 @@
-"""A loss split into embedding, layers and head, as functions of its stages."""
+"""Splits a loss into embedding, layers and head, as functions of these stages."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
 Forward = Callable[..., Stream]
-"""`forward(params, stream, batch, number, step, index)`."""
+"""`forward(params, stream, batch, number, step, index)` returns the output of a stage."""
 
 
 class Reads(NamedTuple):
-    """The parameters each stage reads: name -> dtype in which it is passed."""
+    """Parameters that each stage reads: name -> dtype in which the parameter is passed."""
 
     embed: dict[str, DTypeLike]
     layers: list[dict[str, DTypeLike]]
-    """For each kind of layer."""
+    """Parameters for each kind of layer."""
     head: dict[str, DTypeLike]
     stream: Stream
-    """Shapes of the values passed from stage to stage for a microbatch."""
+    """Shapes of the values that are passed from stage to stage for a microbatch."""
 
 
 @dataclass(frozen=True)
 class SplitLoss:
-    """Splits a loss into stages, as functions of named parameters (see `StageFunctions`)."""
+    """Splits a loss into stages, which are functions of named parameters (see `StageFunctions`)."""
 
     model: ModelDef
     loss: StagedLoss
@@ -50,14 +50,14 @@ class SplitLoss:
     """Data of the random key; None disables dropout."""
     trainable: Collection[str] = ()
     logs: bool = True
-    """Return values logged inside the stages, as sums."""
+    """Also return values that are logged inside the stages, as sums."""
 
     def stages(self, batch: Batch, *, saves: bool = False) -> list[StageFunctions]:
-        """The embedding, one stage for each kind of layer, and the head.
+        """Returns the embedding, one stage for each kind of layer, and the head.
 
         Args:
             batch: shapes of a microbatch.
-            saves: layers save residuals for their backward pass, if the loss selects any.
+            saves: True if layers save residuals for their backward pass, provided that the loss selects any.
         """
         reads = self.find_reads(batch)
         logged = self._find_logged(reads, batch) if self.logs else None
@@ -76,7 +76,7 @@ class SplitLoss:
         return [*stages, StageFunctions("leave", reads.head, gradient=self._make_head_gradient(head), losses=head)]
 
     def find_reads(self, batch: Batch) -> Reads:
-        """Traces the stages to find the parameters each of them reads; `batch` has the shapes of a microbatch."""
+        """Traces the stages to find the parameters that each of them reads; `batch` has the shapes of a microbatch."""
         shapes, prefixes = self.model.shapes, self.loss.layers
         outside_layers = {name: x for name, x in shapes.items() if not name.startswith(prefixes)}
         embed, arguments = self._make_embed(), (batch, None, SCALAR, SCALAR)
@@ -92,7 +92,7 @@ class SplitLoss:
         return Reads(first, layers, find_read_dtypes(self._make_head(), outside_layers, stream, *arguments), stream)
 
     def microbatch_key(self, step: jax.Array, index: jax.Array) -> jax.Array | None:
-        """The random key of a microbatch, and of this device if several devices share the microbatch."""
+        """Returns the random key of a microbatch, specific to this device if several devices share the microbatch."""
         if self.key_data is None:
             return None
         return device_key(jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(self.key_data), step), index))
@@ -154,7 +154,7 @@ class SplitLoss:
         return leave
 
     def _make_gradient(self, forward: Forward) -> Callable[..., tuple[PyTree, Sums]]:
-        """The backward pass of a stage that recomputes its activations."""
+        """Makes the backward pass of a stage, which recomputes the activations of the stage."""
 
         def gradient(  # noqa: PLR0913 - the signature of every stage gradient
             params: Params,
@@ -201,7 +201,7 @@ class SplitLoss:
         return leave_gradient
 
     def _find_logged(self, reads: Reads, batch: Batch) -> LoggedStages | None:
-        """The calls of `log` in the stages; None if no stage logs."""
+        """Finds the calls of `log` in the stages; returns None if no stage logs."""
         shapes, stream, arguments = self.model.shapes, reads.stream, (batch, None, SCALAR, SCALAR)
         first = logged_shapes(self._make_embed(), _shapes_with_dtypes(shapes, reads.embed), None, *arguments)
         layers = [
@@ -231,7 +231,7 @@ class SplitLoss:
 
 
 def _without_residuals(forward: Forward) -> Callable[..., tuple[PyTree, PyTree]]:
-    """`forward` as the function of a stage without residuals."""
+    """Returns `forward` as the function of a stage that has no residuals."""
 
     # The names of the function and its arguments are part of the program hash.
     def after(
@@ -261,24 +261,24 @@ def _shapes_with_dtypes(
 def find_read_dtypes(
     function: Callable[..., PyTree], params: Mapping[str, jax.ShapeDtypeStruct], *others: PyTree
 ) -> dict[str, DTypeLike]:
-    """The parameters a function reads, each with the narrowest dtype in which it can be passed.
+    """Returns the parameters that a function reads, each with the narrowest dtype in which it can be passed.
 
     If the function only casts a parameter, this is the dtype of the cast: casting before the gather sends fewer bytes,
     and the function computes the same result.
 
     Args:
         function: `function(params, *others)`.
-        params: name -> shape of each parameter it may read.
+        params: name -> shape of each parameter that the function may read.
         others: shapes of the other arguments.
     """
     jaxpr = jax.make_jaxpr(function)(dict(params), *others).jaxpr
     uses: dict[Var, list[JaxprEqn]] = {}
     for equation in jaxpr.eqns:
         for var in equation.invars:
-            # The others are literals, such as the 1 of x + 1.
+            # The other variables are literals, such as the 1 of x + 1.
             if isinstance(var, Var):
                 uses.setdefault(var, []).append(equation)
-    # Dicts are flattened in key order.
+    # Dicts are flattened in the order of their keys.
     arguments = zip(sorted(params), jaxpr.invars, strict=False)
     return {name: _narrowest_dtype(params[name].dtype, uses[var]) for name, var in arguments if var in uses}
 

@@ -1,6 +1,6 @@
 """Gathers the parameters of one stage of a loss, and reduces its gradients over the devices.
 
-A stage is the embedding, a layer, the head, or the whole model: see `lm_trainer.step.staged.stage_functions`.
+A stage is the embedding, a layer, the head, or the whole model; see `lm_trainer.step.staged.stage_functions`.
 """
 
 from __future__ import annotations
@@ -29,66 +29,66 @@ from lm_trainer.step.state.model_def import Params
 
 @dataclass(frozen=True)
 class StageLabels:
-    """Names in a plan: of the programs of a stage, and of the arrays they return."""
+    """Names, for use in plans, of the programs of a stage and of the arrays that they return."""
 
     name: str
-    """The name of the stage."""
+    """Name of the stage."""
     sums: str
     """Name of the sums over the batch: `gradients`, or `estimates` of curvature."""
     prefix: str = ""
-    """Prefix of the programs if there are several stages; distinguishes a curvature estimate from the gradient."""
+    """Prefix of the programs if there are several stages. Distinguishes a curvature estimate from the gradient."""
     alone: bool = False
-    """True if the stage is the only one."""
+    """True if the stage is the only stage of the loss."""
 
     @property
     def forward(self) -> str:
-        """The forward program for a microbatch."""
+        """Forward program for a microbatch."""
         return self.name if self.alone else f"{self.prefix}{self.name}"
 
     @property
     def gradient(self) -> str:
-        """The backward program for a microbatch."""
+        """Backward program for a microbatch."""
         return self.forward if self.alone else f"{self.forward} gradient"
 
     @property
     def gradients(self) -> str:
-        """The results of the backward program."""
+        """Results of the backward program."""
         return self.sums if self.alone else "gradients of a layer"
 
     @property
     def gather(self) -> str:
-        """The program that gathers parameters."""
+        """Program that gathers parameters."""
         return "gather" if self.alone else f"{self.prefix}gather {self.name}"
 
     @property
     def gathered(self) -> str:
-        """The results of `gather`."""
+        """Results of `gather`."""
         return "gathered parameters" if self.alone else "gathered layers"
 
     @property
     def reduce(self) -> str:
-        """The program that adds sums over devices."""
+        """Program that adds sums over devices."""
         return "reduction" if self.alone else f"{self.prefix}reduce {self.name}"
 
     @property
     def zeros(self) -> str:
-        """The program that makes room for the sums of all layers."""
+        """Program that allocates the sums of all layers as zeros."""
         return f"{self.prefix}zeros {self.name}"
 
 
 class Stage:
-    """The parameters a stage reads: gathers them for computation, and reduces their gradients to storage.
+    """Parameters that a stage reads: gathers them for computation, and reduces their gradients to storage.
 
-    Its programs run on all devices. They only move and cast arrays or add them in a fixed order, so their bits do not
+    The programs run on all devices. They only move and cast arrays or add them in a fixed order, so their bits do not
     depend on the devices.
 
     Args:
         devices: devices that compute the stage.
         functions: functions of the stage. The parameters of layers are stacked along their first axis; a stage uses one
-            layer of them.
+            of these layers.
         shapes: name -> shape of each parameter in storage.
-        trainable: parameters that have a gradient.
-        labels: labels of its programs.
+        trainable: names of the parameters that have a gradient.
+        labels: names of the programs in plans.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Stage:
         self._at_rest = {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=storage[name]) for name, x in self._shapes.items()
         }
-        # With axes of size 1, storage and compute shardings agree, and no copy is made.
+        # If these axes have size 1, storage and compute shardings agree, and no copy is made.
         in_place = not layered and all(x.dtype == dtypes[name] for name, x in self._shapes.items())
         in_place = in_place and all(same_sharding(computed[name], storage[name]) for name in dtypes)
         self._gather = None
@@ -127,13 +127,13 @@ class Stage:
         reduce_layer = jax.jit(self._into_row, static_argnums=2, out_shardings=at_rest, donate_argnums=0)
         self._reduce_layer = Program(labels.reduce, reduce_layer, labels.sums)
         summed: PyTree = Sums(everywhere, at_rest)  # pyright: ignore[reportArgumentType]
-        # With one shard no addition is needed, and the results reuse the memory of the arguments.
+        # With one batch shard, no addition is needed, and the results reuse the memory of the arguments.
         donated = (0,) if batch_shards(self._mesh) == 1 else ()
         reduce = jax.jit(self._over_devices, static_argnums=1, out_shardings=summed, donate_argnums=donated)
         self._reduce = Program(labels.reduce, reduce, labels.sums)
 
     def gather(self, params: Params, row: jax.Array) -> list[Params]:
-        """The parameters of this stage, gathered for computation on each local group.
+        """Returns the parameters of this stage, gathered for computation on each local group.
 
         Args:
             params: all parameters of the model.
@@ -144,13 +144,14 @@ class Stage:
         return self.devices.group_views(gathered)
 
     def gather_exchange(self) -> Exchange:
-        """`gather` of a layer for a program that computes meanwhile: `(params, row)`; see `select_params`."""
+        """Returns `gather` of a layer, `(params, row)`, for a program that computes meanwhile; see `select_params`."""
         computed = {name: NamedSharding(self._mesh, self.layouts[name].compute) for name in self.dtypes}
         arguments = (self._at_rest, _row_shape(self._mesh))
         return Exchange(self.labels.gather, self._gathered, arguments, computed, self.labels.gathered)
 
     def reduce_exchange(self, shares: Shares) -> Exchange:
-        """`reduce_layer` for a program that computes meanwhile: `(grads, sums, row)`; see `stack_for_exchange`.
+        """Returns `reduce_layer`, `(grads, sums, row)`, for a program that computes meanwhile; see
+        `stack_for_exchange`.
 
         Args:
             shares: division of the microbatches among the devices.
@@ -170,7 +171,7 @@ class Stage:
         return Exchange(self.labels.reduce, reduce, arguments, shardings, self.labels.sums, donated=(0,))
 
     def reduce(self, sums: list[list[Sums]], shares: Shares) -> Sums:
-        """Adds the partial sums of all device groups in all processes; the gradients get storage sharding.
+        """Adds the partial sums of all device groups in all processes. The gradients get the storage sharding.
 
         Args:
             sums: partial sums of each local group.
@@ -179,32 +180,32 @@ class Stage:
         return wait_on_cpu(self._reduce(self._stack_sums(sums, shares), shares))
 
     def zero_gradients(self) -> Params:
-        """Zeros in the shape of the gradients of all layers."""
+        """Returns zeros in the shape of the gradients of all layers."""
         return self._zeros()
 
     def stack_for_exchange(self, sums: list[list[Sums]], shares: Shares) -> Sums:
-        """The sums of all devices, as `reduce_exchange` takes them."""
+        """Returns the sums of all devices in the form that `reduce_exchange` takes."""
         return self._stack_sums(sums, shares)[0]
 
     def select_params(self, params: Params) -> Params:
-        """The stored parameters that the stage reads."""
+        """Returns the stored parameters that the stage reads."""
         return {name: params[name] for name in self.dtypes}
 
     def reduce_layer(self, grads: Params, sums: list[list[Sums]], shares: Shares, row: jax.Array) -> Params:
-        """As `reduce`, and writes the result to one layer (`row`) of `grads`, which are consumed."""
+        """Same as `reduce`, but writes the result to one layer (`row`) of `grads`, which are consumed."""
         return wait_on_cpu(self._reduce_layer(grads, self._stack_sums(sums, shares), shares, row))
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of the gathered parameters."""
+        """Returns the shapes of the gathered parameters."""
         return {name: jax.ShapeDtypeStruct(self._gathered_shape(name), dtype) for name, dtype in self.dtypes.items()}
 
     def shapes_on_group(self, group: ModelParallelGroup | MeshGroup) -> dict[str, jax.ShapeDtypeStruct]:
-        """`shapes` with their shardings on a group."""
+        """Returns `shapes` with their shardings on a group."""
         shardings = {name: group.sharding(*self.layouts[name].compute) for name in self.dtypes}
         return {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[n]) for n, x in self.shapes().items()}
 
     def sum_shardings_on(self, group: ModelParallelGroup | MeshGroup) -> PyTree:
-        """Shardings on a group of the sums of a microbatch, which have a leading axis."""
+        """Returns the shardings, on a group, of the sums of a microbatch, which have a leading axis."""
         return sum_shardings_on_group(group, self._trained_layouts)
 
     def _gathered_shape(self, name: str) -> tuple[int, ...]:
@@ -214,7 +215,7 @@ class Stage:
     def _gathered(self, params: Params, row: jax.Array) -> Params:
         if self.layered:
             params = {n: jax.lax.dynamic_index_in_dim(x, row, 0, keepdims=False) for n, x in params.items()}
-        # Cast while sharded, so the narrower values are sent.
+        # Cast while still sharded, so that the narrower values are sent.
         cast = {name: x.astype(self.dtypes[name]) for name, x in params.items()}
         return {name: jax.lax.with_sharding_constraint(x, self._stored[name]) for name, x in cast.items()}
 
@@ -239,13 +240,13 @@ def _row_shape(mesh: Mesh) -> jax.ShapeDtypeStruct:
 
 
 def _layer_sharding(sharding: ParamSharding) -> ParamSharding:
-    """The sharding of one layer of a parameter with stacked layers."""
+    """Returns the sharding of one layer of a parameter whose layers are stacked."""
     dim = sharding.scatter_dim
     return replace(
         sharding,
         storage=PartitionSpec(*sharding.storage[1:]),
         compute=PartitionSpec(*sharding.compute[1:]),
-        # If the layer axis was the one to scatter, one layer is summed as a vector.
+        # If the gradient would be scattered along the layer axis, one layer is summed as a vector.
         scatter_dim=dim - 1 if dim else None,
         norm_grid=sharding.norm_grid[1:],
     )

@@ -1,6 +1,6 @@
-"""Stages of a loss sharded over the devices of a group, which share the rows and positions of a microbatch.
+"""Stages of a loss that are sharded over the devices of a group, which share the rows and positions of a microbatch.
 
-Router statistics and logged values differ between devices. In a stream they have an axis over the devices here.
+Router statistics and logged values differ between devices. In a stream they therefore have an axis over the devices.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ def share_stage(
 ) -> Callable[..., PyTree]:
     """Distributes `function(params, *others)` of a stage over all devices of a group.
 
-    The function is called with this device's part of the rows, the stream and the parameters. Sums it returns are
+    The function is called with this device's part of the rows, the stream and the parameters. Sums that it returns are
     added over the devices in a fixed order.
 
     Args:
-        function: function to distribute; returned unchanged if the group has no model-parallel axes.
-        stage: stage whose parameters it reads.
+        function: function to distribute. It is returned unchanged if the group has no model-parallel axes.
+        stage: stage whose parameters the function reads.
         mesh: mesh of the group.
         others: shapes of the other arguments.
         returns: "stream", "sums" or "scalars" for each result, in the same structure as the results; "nothing" for None
-            and for values that the function only returns without model parallelism.
+            and for values that the function returns only without model parallelism.
 
     Raises:
-        UserError: the devices cannot share the rows.
+        UserError: if the devices cannot share the rows.
     """
     if not model_parallel_axes(mesh.shape):
         return function
@@ -66,7 +66,7 @@ def share_stage(
 
 
 def with_group_shardings(others: Sequence[PyTree], mesh: Mesh) -> tuple[PyTree, ...]:
-    """Adds shardings to shapes of arguments as for `share_stage`; batches are replicated within the group."""
+    """Adds shardings to the shapes of arguments as in `share_stage`; batches are replicated within the group."""
     shardings = stream_shardings(mesh)
 
     def with_shardings(argument: PyTree) -> PyTree:
@@ -78,7 +78,7 @@ def with_group_shardings(others: Sequence[PyTree], mesh: Mesh) -> tuple[PyTree, 
 
 
 def stream_shardings(mesh: Mesh) -> PyTree:
-    """Shardings of a stream on a group; a single sharding without model parallelism."""
+    """Returns the shardings of a stream on a group; a single sharding without model parallelism."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), _stream_specs(mesh))
 
 

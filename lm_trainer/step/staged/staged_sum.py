@@ -1,15 +1,16 @@
-"""Sums of a function over all microbatches, computed stage by stage and added in an order no mesh changes.
+"""Sums of a function over all microbatches, computed stage by stage and added in an order that is the same on every
+mesh.
 
-A device holds the parameters of one stage at a time, gathered over the batch axes by a separate program. Each stage of
-each microbatch runs its own executable (`PerGroupExecutable`), which is the same for every microbatch, mesh and layer.
-The gradients of a stage are added by the fixed tree, first over the microbatches of a device, then over devices, and
-are stored sharded before the next stage is computed:
+A device holds the parameters of one stage at a time, which a separate program gathers over the batch axes. Each stage
+of each microbatch runs its own executable (`PerGroupExecutable`), which is the same for every microbatch, mesh and
+layer. The gradients of a stage are added by the fixed tree, first over the microbatches of a device, then over devices.
+They are stored sharded before the next stage is computed:
 
     forward     for each stage but the last:  gather; each microbatch: stream = stage(stream)     saved: its input
     backward    for each stage, reversed:     gather; each microbatch: gradients; add; reduce over devices
 
-With a single stage (the whole model) one program computes the gradient of each microbatch. Split into embedding, layers
-and head, it needs as much memory as FSDP.
+With a single stage (the whole model), one program computes the gradient of each microbatch. Split into embedding,
+layers and head, the computation needs as much memory as FSDP.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ from lm_trainer.step.staged.stages import (
 from lm_trainer.step.state.model_def import ModelDef, Params
 
 StagesOf = Callable[[Batch], Sequence[StageFunctions]]
-"""From the shapes of a microbatch to the stages of a loss, in execution order."""
+"""Maps the shapes of a microbatch to the stages of a loss, in order of execution."""
 
 
 class _Programs:
-    """The executables of a microbatch.
+    """Executables of a microbatch.
 
     Args:
         stages: stages of the loss.
@@ -60,17 +61,19 @@ class _Programs:
 
     def __init__(self, stages: Stages, batch: Batch):
         self.stages, self._batch, self.forward = stages, batch, StagedForward.compile(stages, batch)
-        # The derivative for the input of the first stage is never needed, only the gradient for its parameters.
+        # The derivative with respect to the input of the first stage is never needed, only the gradient of its
+        # parameters.
         needed = [kind.trained or index > 0 for index, kind in enumerate(stages.kinds)]
         self.gradients = [stages.compile_gradient(index, batch) if need else None for index, need in enumerate(needed)]
         self._exchanging = dict[bool, dict[int, MicrobatchExecutable]]()
 
     def programs_with_exchanges(self, shares: Shares) -> Mapping[int, MicrobatchExecutable]:
-        """Backward passes of layers that also gather the layer below and reduce the gradients of the layer above.
+        """Returns backward passes of layers that also gather the layer below and reduce the gradients of the layer
+        above.
 
-        Keys are positions in `Stages.kinds`. Empty if parameters and gradients are exchanged by separate programs only.
+        Keys are positions in `Stages.kinds`. Empty if parameters and gradients are exchanged only by separate programs.
         """
-        # Sums over several microbatches have a wider dtype than gradients of one.
+        # Sums over several microbatches have a wider dtype than the gradients of a single microbatch.
         several = shares.max_terms > 1
         if several not in self._exchanging:
             self._exchanging[several] = self._compile_with_exchanges(shares)
@@ -88,11 +91,11 @@ class _Programs:
         return stages.compile_overlapped(self.gradients, compile_gradient, min_layers=3)
 
     def programs_by_name(self) -> dict[str, MicrobatchExecutable]:
-        """All programs by name."""
+        """Returns all programs by name."""
         names, kinds = [kind.functions.name for kind in self.stages.kinds], range(len(self.stages.kinds))
         if len(kinds) == 1:
             return {names[0]: self.gradients[0]}  # pyright: ignore[reportReturnType] - something is trained
-        # Runs have recorded the programs in this order.
+        # The order in which runs have recorded the programs.
         first, *layers, last = kinds
         forward = {names[index]: self.forward.programs[index] for index in (first, *layers)}
         return forward | {
@@ -103,15 +106,15 @@ class _Programs:
 
 
 class StagedSum:
-    """Computes the gradient of every microbatch stage by stage and adds the results by one fixed tree.
+    """Computes the gradient of every microbatch stage by stage, and adds the results by one fixed tree.
 
     Args:
         stages_of: stages of the loss.
-        model: model whose parameters they read.
-        trainable: parameters that have a gradient.
+        model: model whose parameters the stages read.
+        trainable: names of the parameters that have a gradient.
         devices: devices that compute the sums.
-        sums: name of the sums in a plan.
-        prefix: prefix of the programs in a plan, if there are several stages.
+        sums: name of the sums in plans.
+        prefix: prefix of the programs in plans, if there are several stages.
     """
 
     def __init__(
@@ -141,14 +144,14 @@ class StagedSum:
         }
 
     def prepare(self, batch: Batch, plan: MicrobatchPlan) -> None:
-        """Compiles for microbatches of `plan` with rows of the same shape as in `batch`, unless already compiled."""
+        """Compiles for microbatches of `plan` with rows of the same shape as in `batch`, unless this has been done."""
         if plan.rows not in self._programs:
             rows = plan.microbatch_shapes(batch)
             self._programs[plan.rows] = _Programs(self._stages_for(rows), rows)
         self._programs[plan.rows].programs_with_exchanges(self.devices.divide_microbatches(plan))
 
     def compile(self, batch: Batch, plan: MicrobatchPlan) -> Executable | Executables:
-        """As `prepare`; returns the programs of a microbatch."""
+        """Same as `prepare`, but returns the programs of a microbatch."""
         self.prepare(batch, plan)
         stages, by_name = self._programs[plan.rows].stages, self._programs[plan.rows].programs_by_name()
         if len(by_name) == 1:
@@ -165,7 +168,7 @@ class StagedSum:
 
     @cached_property
     def _terms(self) -> str:
-        """Name in a plan of the sums over the microbatches of a device."""
+        """Name, in plans, of the sums over the microbatches of a device."""
         assert self._stages is not None
         return self._stages.last.labels.gradients
 
@@ -175,7 +178,7 @@ class StagedSum:
 
     @cached_property
     def _add(self) -> Program:
-        """Donates its first argument, which has the dtypes of the sum."""
+        """Program that adds sums. Donates its first argument, which has the dtypes of the sum."""
         return Program("add", jax.jit(self._added, donate_argnums=0), self._terms, elementwise=True)
 
     @cached_property
@@ -184,20 +187,20 @@ class StagedSum:
         return Program("cast", cast, self._terms, elementwise=True)
 
     def prepare_params(self, params: Params) -> PreparedParams:
-        """Prepares the parameters for `__call__`; call it after compiling."""
+        """Prepares the parameters for `__call__`. Must be called after compiling."""
         assert self._stages is not None
         return self._stages.prepare_params(params)
 
     def is_compiled(self, plan: MicrobatchPlan) -> bool:
-        """True if microbatches of `plan` need no compilation."""
+        """Returns true if microbatches of `plan` need no compilation."""
         return plan.rows in self._programs
 
     def __call__(self, ready: PreparedParams, batch: PlacedBatch, step: int) -> Sums:
-        """Computes the sums over the global batch: scalars on every device, gradients in storage sharding.
+        """Computes the sums over the global batch: scalars on every device, and gradients in storage sharding.
 
         Args:
-            ready: all parameters.
-            batch: a batch placed on the same devices.
+            ready: all parameters, prepared by `prepare_params`.
+            batch: a batch that was placed on the same devices.
             step: number of the step.
         """
         programs = self._programs[batch.plan.rows]
@@ -213,7 +216,7 @@ class StagedSum:
     def _sum_group(
         self, programs: _Programs, ready: PreparedParams, group: MicrobatchGroup
     ) -> tuple[dict[str, jax.Array], list[Params]]:
-        """Sums over the microbatches of a group: scalars, and the gradients of each kind of stage in storage."""
+        """Computes sums over the microbatches of a group: scalars, and the stored gradients of each kind of stage."""
         stages, saved, queue = programs.stages, list[Microbatches[SavedForBackward]](), Queue()
         saved.append(programs.forward(ready, group, saved).map(lambda stream: SavedForBackward(stream, ())))
         derivatives = group.microbatches.map(lambda _: None)
@@ -264,7 +267,7 @@ class StagedSum:
         return scalars, [kind_grads or {} for kind_grads in grads]
 
     def _take_layer_grads(self, stages: Stages, grads: list[Params | None], call: StageCall) -> Params:
-        """Takes the gradients of all layers of one kind out of `grads`: zeros before the first one is reduced."""
+        """Takes the gradients of all layers of one kind out of `grads`: zeros before the first layer is reduced."""
         layer_grads, grads[call.kind] = grads[call.kind], None
         return stages.kinds[call.kind].zero_gradients() if layer_grads is None else layer_grads
 
@@ -278,16 +281,17 @@ class StagedSum:
         gathered: list[Params] | None,
         exchange: FirstExchange | None,
     ) -> tuple[Microbatches[PyTree], list[list[Sums]]]:
-        """Computes the derivatives for the inputs of a stage, and the sums of its gradients for each device group.
+        """Computes the derivatives with respect to the inputs of a stage, and the sums of its gradients, for each
+        device group.
 
         Args:
             programs: programs of a microbatch.
-            group: the microbatches.
-            call: the stage.
-            saved: what the forward pass saved.
-            derivatives: derivatives of the loss for the output of the stage.
-            gathered: parameters of the stage; None if it has no backward pass.
-            exchange: overlaps with the first microbatch.
+            group: microbatches to compute.
+            call: stage to compute.
+            saved: values that the forward pass saved.
+            derivatives: derivatives of the loss with respect to the output of the stage.
+            gathered: gathered parameters of the stage; None if it has no backward pass.
+            exchange: exchange that overlaps with the first microbatch.
         """
         run, shares = programs.gradients[call.kind], group.shares
         if run is None or gathered is None:
@@ -303,7 +307,7 @@ class StagedSum:
 
         derivatives = group.microbatches.map(differentiate, saved, derivatives)
         parts = [[part for _, part in tree.partial_sums()] for tree in trees]
-        # Devices exchange arrays of one dtype: if some of them have added microbatches, all cast to the dtype of sums.
+        # Devices exchange arrays of one dtype: if some devices have added microbatches, all cast to the dtype of sums.
         if shares.max_terms > 1 and not shares.is_even:
             parts = [[self._widen_sums(part) for part in of_group] for of_group in parts]
         return derivatives, parts
@@ -328,7 +332,7 @@ class StagedSum:
         return {name: x.astype(self._shapes[name].dtype) for name, x in tree.items()}
 
     def _join_gradients(self, grads: Sequence[Params]) -> Params:
-        """Joins the gradients of all stages; if two stages read a parameter, the later stage is the first term."""
+        """Joins the gradients of all stages. If two stages read a parameter, the later stage is the first term."""
         first, *layers, last = grads if len(grads) > 1 else ({}, *grads)
         joined = dict(last)
         for stage_grads in (*layers, first):
@@ -343,5 +347,5 @@ class StagedSum:
 
 
 def _is_between_layers(stages: Stages, calls: Sequence[StageCall], position: int) -> bool:
-    """True if the calls before and after a call are layers."""
+    """Returns true if the calls before and after a call are layers."""
     return all(stages.kinds[calls[neighbour].kind].layered for neighbour in (position - 1, position + 1))

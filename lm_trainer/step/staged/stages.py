@@ -1,4 +1,4 @@
-"""The stages of a loss on the devices: their parameters, their execution order, and their compiled programs."""
+"""Stages of a loss on the devices: their parameters, their order of execution, and their compiled programs."""
 
 from __future__ import annotations
 
@@ -35,22 +35,23 @@ class Overlap(NamedTuple):
 
     exchanges: Sequence[Exchange]
     alone: PerGroupExecutable
-    """The computation without them, compiled for one device."""
+    """The computation without the exchanges, compiled for one device."""
 
 
 _FORWARD: tuple[Role, ...] = ("own", "own", "shared", "shared", "own")
-"""Roles of the arguments of a forward pass, without the parameters."""
+"""Roles of the arguments of a forward pass, except the parameters."""
 _GRADIENT: tuple[Role, ...] = ("own", "own", "own", "shared", "own", "shared", "own")
 
 LAYERS_AT_ONCE = 2
-"""Layers in a device's queue, including the one being computed: arrays take memory once they are queued."""
+"""Number of layers in the queue of a device, including the one being computed. Arrays take memory once they are
+queued."""
 
 
 class StageCall(NamedTuple):
-    """One stage in execution order."""
+    """One stage, in the order of execution."""
 
     kind: int
-    """Index of its programs and parameters in `Stages.kinds`."""
+    """Index of the stage's programs and parameters in `Stages.kinds`."""
     row: jax.Array
     """Index of the layer in the parameters stacked for its kind, an int32 scalar on all devices; 0 if not a layer."""
     numbers: list[jax.Array | None]
@@ -58,21 +59,21 @@ class StageCall(NamedTuple):
 
 
 class PreparedParams(NamedTuple):
-    """All parameters, in the form that the stages take."""
+    """All parameters, in the form in which the stages take them."""
 
     params: Params
-    """As stored in the state."""
+    """Parameters as stored in the state."""
     gathered: list[Params] | None
-    """Gathered once for each device group if there is only one stage; None if there are several."""
+    """Parameters gathered once for each device group, if there is only one stage; None if there are several."""
 
 
 class Stages:
-    """The stages of a loss, and the parameters each of them reads.
+    """Stages of a loss, and the parameters that each of them reads.
 
     Args:
-        functions: functions of the stages, in execution order; layers of several kinds alternate.
+        functions: functions of the stages, in order of execution; layers of several kinds alternate.
         shapes: shapes of all parameters.
-        trainable: parameters that have a gradient.
+        trainable: names of the parameters that have a gradient.
         devices: devices that compute the stages.
         sums: as in `StageLabels`.
         prefix: as in `StageLabels`.
@@ -96,13 +97,13 @@ class Stages:
 
     @property
     def last(self) -> Stage:
-        """The stage that computes the loss."""
+        """Stage that computes the loss."""
         return self.kinds[-1]
 
-    # Sent once: scalars from the host would be transferred in every step.
+    # Cached, because scalars from the host would otherwise be transferred in every step.
     @cached_property
     def order(self) -> list[StageCall]:
-        """The stages in execution order."""
+        """The stages in order of execution."""
         calls: list[tuple[int, int, int | None]] = []
         for index, kind in enumerate(self.kinds):
             layers = kind.functions.layers
@@ -120,7 +121,7 @@ class Stages:
         return PreparedParams(params, self.last.gather(params, self.order[0].row) if len(self.order) == 1 else None)
 
     def gather(self, ready: PreparedParams, call: StageCall) -> list[Params]:
-        """The parameters of a stage, gathered for computation on each local group."""
+        """Returns the parameters of a stage, gathered for computation on each local group."""
         return self.kinds[call.kind].gather(ready.params, call.row) if ready.gathered is None else ready.gathered
 
     @property
@@ -129,12 +130,12 @@ class Stages:
         return sum(len(kind.functions.layers or ()) for kind in self.kinds)
 
     def layer_kind(self, index: int, offset: int) -> int:
-        """Position in `kinds` of the layer that is `offset` layers above a layer of kind `index`."""
+        """Returns the position in `kinds` of the layer that is `offset` layers above a layer of kind `index`."""
         layered = [position for position, kind in enumerate(self.kinds) if kind.layered]
         return layered[(layered.index(index) + offset) % len(layered)]
 
     def compile_forward(self, index: int, batch: Batch, overlap: Overlap | None = None) -> MicrobatchExecutable:
-        """The forward pass of one kind of stage: `(params, stream, rows, number, step, index)`.
+        """Compiles the forward pass of one kind of stage: `(params, stream, rows, number, step, index)`.
 
         Args:
             index: position in `kinds`.
@@ -147,7 +148,7 @@ class Stages:
         return self._compile(program, kind.functions.forward, kind, signature, overlap)
 
     def compile_gradient(self, index: int, batch: Batch, overlap: Overlap | None = None) -> MicrobatchExecutable:
-        """The backward pass: `(params, stream, residuals, rows, number, derivative, step, index)`.
+        """Compiles the backward pass: `(params, stream, residuals, rows, number, derivative, step, index)`.
 
         Args:
             index: position in `kinds`.
@@ -158,7 +159,7 @@ class Stages:
         arguments = stream, rows, number, step, microbatch = self._argument_shapes(index, batch)
         residuals = () if kind is self.last else self._forward_shapes(index, arguments)[1]
         derivative = None if kind is self.last else self._stream_shapes(batch)
-        # The input of the stage is not needed afterwards: its derivative reuses the memory.
+        # The input of the stage is not needed afterwards, so its derivative reuses the memory.
         donated = () if stream is None else (1,)
         returns = ("nothing" if stream is None else "stream", "sums")
         program = Program(kind.labels.gradient, None, kind.labels.gradients, grows=True, overlaps=True)
@@ -173,15 +174,16 @@ class Stages:
         *,
         min_layers: int,
     ) -> dict[int, MicrobatchExecutable]:
-        """Compiles programs of layers that also exchange arrays; without a layer whose results would be different.
+        """Compiles programs of layers that also exchange arrays, except for layers whose results would differ.
 
         Args:
             programs: the same programs without exchanges, by position in `kinds`.
-            compile_with: compiles one with its exchanges, from its position and the computation alone.
-            min_layers: number of layers from which the exchanges have neighbours.
+            compile_with: compiles a program with its exchanges, given its position and the computation without
+                exchanges.
+            min_layers: minimum number of layers at which the exchanges have neighbouring layers.
 
         Returns:
-            Position in `kinds` -> program; empty if each device has a program of its own.
+            Position in `kinds` -> program; empty if each device has a separate program.
         """
         compiled = dict[int, MicrobatchExecutable]()
         for index, program in enumerate(programs):
@@ -193,24 +195,25 @@ class Stages:
         return compiled
 
     def compile_losses(self, batch: Batch) -> MicrobatchExecutable:
-        """The sums the loss reports, computed from the input of the last stage; otherwise as a forward pass."""
+        """Compiles the sums that the loss reports, from the input of the last stage; otherwise like a forward pass."""
         signature = Signature(self._argument_shapes(len(self.kinds) - 1, batch), _FORWARD, "scalars")
         program = Program(self.last.labels.forward, None, "sums", grows=True, overlaps=True)
         return self._compile(program, self.last.functions.losses, self.last, signature)
 
     def _argument_shapes(self, index: int, batch: Batch) -> tuple[PyTree, ...]:
-        """Shapes of the arguments of a forward pass after the parameters."""
+        """Returns the shapes of the arguments of a forward pass, except the parameters."""
         number = SCALAR if self.kinds[index].layered else None
         return (self._stream_shapes(batch) if index else None, batch, number, SCALAR, SCALAR)
 
     def _stream_shapes(self, batch: Batch) -> PyTree:
-        """Shapes of the values passed from stage to stage for a microbatch like `batch`."""
+        """Returns the shapes of the values that are passed from stage to stage for a microbatch like `batch`."""
         return self._forward_shapes(0, (None, batch, None, SCALAR, SCALAR))[0]
 
     def _forward_shapes(self, index: int, arguments: tuple[PyTree, ...]) -> PyTree:
         kind = self.kinds[index]
         forward = self._share_function(kind.functions.forward, kind, arguments, ("stream", "nothing"))
-        # Wrapped in another function: JAX would reuse this trace, without names of arguments, for the compilation.
+        # Wrapped in another function, because JAX would reuse this trace, which has no argument names, for the
+        # compilation.
         return jax.eval_shape(lambda *args: forward(*args), kind.shapes(), *arguments)
 
     def _share_function(
@@ -251,7 +254,7 @@ class Stages:
     def _compile_alone(
         self, program: Program, function: Callable[..., PyTree], kind: Stage, signature: Signature
     ) -> PerGroupExecutable:
-        """Compiles the computation for each group of devices, or for one device if a program serves all of them."""
+        """Compiles the computation for each group of devices, or for one device if one program serves all devices."""
         arguments, returns = signature.arguments, signature.returns
 
         def on_group(group: ModelParallelGroup) -> tuple[PyTree, ...]:
@@ -271,25 +274,25 @@ class Stages:
 
     @property
     def _alone(self) -> Sequence[ModelParallelGroup]:
-        """The groups of devices for which the computation of a microbatch is compiled alone."""
+        """Groups of devices for which the computation of a microbatch is compiled without other devices."""
         return self.devices.devices.groups[:1] if isinstance(self.devices, MeshWide) else self.devices.groups
 
 
 class SavedForBackward(NamedTuple):
-    """Values of a microbatch the forward pass of a stage saves for its backward pass."""
+    """Activations of one microbatch that the forward pass of a stage saves for its backward pass."""
 
     stream: PyTree
-    """The input of the stage; None for the first stage."""
+    """Input of the stage; None for the first stage."""
     residuals: PyTree
     """Values from inside the stage."""
 
 
 class FirstExchange:
-    """The exchanges of a layer, which overlap with its first microbatch.
+    """Exchanges of a layer, which overlap with its first microbatch.
 
     Args:
-        program: computation of a microbatch with the exchanges.
-        arguments: arguments of the exchanges, dropped when the program runs.
+        program: program that computes a microbatch together with the exchanges.
+        arguments: arguments of the exchanges, which are dropped when the program runs.
     """
 
     def __init__(self, program: MicrobatchExecutable, arguments: tuple[PyTree, ...]):
@@ -298,7 +301,7 @@ class FirstExchange:
         self._started = False
 
     def run_first(self, run: MicrobatchExecutable, group: int, arguments: tuple[PyTree, ...]) -> PyTree:
-        """The results for a microbatch: of the program with the exchanges the first time, then of `run`."""
+        """Returns the results for a microbatch: from the program with exchanges the first time, later from `run`."""
         if self._started:
             return run(group, *arguments)
         exchanged, self._arguments, self._started = self._arguments, (), True
@@ -306,14 +309,14 @@ class FirstExchange:
         return results
 
     def take_results(self) -> list[PyTree]:
-        """Returns the results of the exchanges once, so that nothing here keeps them alive."""
+        """Returns the results of the exchanges once, and keeps no reference to them."""
         results, self._results = self._results, []
         return results
 
 
 @dataclass(frozen=True)
 class StagedForward:
-    """The forward pass of microbatches through all stages except the last.
+    """Forward pass of microbatches through all stages except the last.
 
     Attributes:
         stages: stages of the loss.
@@ -340,12 +343,12 @@ class StagedForward:
     def __call__(
         self, ready: PreparedParams, group: MicrobatchGroup, saved: list[Microbatches[SavedForBackward]] | None = None
     ) -> Microbatches[PyTree]:
-        """Computes the inputs of the last stage for each microbatch.
+        """Computes the input of the last stage for each microbatch.
 
         Args:
             ready: all parameters, as returned by `Stages.prepare_params`.
-            group: the microbatches.
-            saved: receives the values for the backward pass of each stage except the last.
+            group: microbatches to compute.
+            saved: receives the values that each stage except the last saves for its backward pass.
         """
         streams: Microbatches[PyTree] = group.microbatches.map(lambda _: None)
         queue, stages = Queue(), self.stages
@@ -370,7 +373,7 @@ class StagedForward:
         gathered: list[Params],
         following: StageCall | None,
     ) -> tuple[Microbatches[PyTree], list[Params] | None]:
-        """The results of a stage, and the parameters of the `following` stage, gathered with the first microbatch."""
+        """Returns the results of a stage, and the parameters of stage `following`, which are gathered meanwhile."""
         run, exchange = self.programs[call.kind], None
         if following is not None:
             params = self.stages.kinds[following.kind].select_params(ready.params)
@@ -385,14 +388,14 @@ class StagedForward:
 
 
 class Queue:
-    """Keeps the host from running more than a few layers ahead of the devices."""
+    """Prevents the host from running more than a few layers ahead of the devices."""
 
     def __init__(self) -> None:
         self._waiting: deque[list[PyTree]] = deque()
 
     def push(self, results: Microbatches[PyTree]) -> None:
-        """Adds the results of a layer, and waits until the device has finished an earlier one."""
-        # Waiting for one array of each group is enough; the others may be donated.
+        """Adds the results of a layer, and waits until the devices have finished an earlier layer."""
+        # Waiting for one array of each group is enough; other arrays may have been donated.
         self._waiting.append(results.last_values())
         if len(self._waiting) == LAYERS_AT_ONCE:
             jax.block_until_ready(self._waiting.popleft())

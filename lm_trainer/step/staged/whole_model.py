@@ -1,4 +1,4 @@
-"""A loss of one stage: the whole model."""
+"""A loss with a single stage, the whole model."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def whole_model_stages(
     devices: DeviceGroups,
     key: jax.Array,
 ) -> Callable[[Batch], list[StageFunctions]]:
-    """A loss of one stage that computes a function of a microbatch.
+    """Returns a loss with a single stage that computes a function of a microbatch.
 
     Args:
         name: name of the stage.
-        function: computes the sums of a microbatch.
-        model: model whose parameters it reads.
-        trainable: parameters in the tree of the sums.
+        function: function that computes the sums of a microbatch.
+        model: model whose parameters the function reads.
+        trainable: names of the parameters in the tree of the sums.
         devices: devices that share a microbatch.
-        key: random key; step and microbatch index are folded in.
+        key: random key, into which step and microbatch index are folded.
     """
     key_data, divided = jax.random.key_data(key), devices.shard_function(function, trainable)
 
@@ -48,7 +48,7 @@ def whole_model_stages(
     ) -> tuple[None, Sums]:
         del stream, handed_on, number, d_stream
         key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key_data), step), lane)
-        # Leading axis: the results of the batch shards are stacked along it.
+        # Leading axis, along which the results of the batch shards are stacked.
         return None, jax.tree.map(lambda x: x[None], Sums(*divided(params, batch, key)))
 
     dtypes = {name: x.dtype for name, x in model.shapes.items()}
@@ -56,7 +56,7 @@ def whole_model_stages(
 
 
 def whole_model_losses(model: ModelDef, loss: LossFn, devices: DeviceGroups) -> Callable[[Batch], list[StageFunctions]]:
-    """A loss of one stage for evaluation, without derivatives and dropout."""
+    """Returns a loss with a single stage for evaluation, without derivatives and dropout."""
     losses = loss_of_params(model, loss)
 
     def sums(params: Params, batch: Batch, key: jax.Array) -> Sums:
@@ -70,7 +70,7 @@ def whole_model_losses(model: ModelDef, loss: LossFn, devices: DeviceGroups) -> 
         params: Params, stream: None, batch: Batch, number: None, step: jax.Array, index: jax.Array
     ) -> dict[str, jax.Array]:
         del stream, number, step, index
-        # The key is unused: evaluation has no dropout.
+        # The key is unused, because evaluation has no dropout.
         return divided(params, batch, jax.random.key(0))[0]
 
     dtypes = {name: x.dtype for name, x in model.shapes.items()}

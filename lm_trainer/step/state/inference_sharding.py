@@ -1,4 +1,4 @@
-"""Parameters outside training, sharded over devices so that no device needs to hold all of them."""
+"""Parameters outside of training, sharded over devices so that no device needs to hold all of them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lm_trainer.core.tree import named_leaves
 from lm_trainer.step.state.model_def import ModelDef
 
 _AXIS = "devices"
-# Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053, section 3): no layer needs to be gathered.
+# As in tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053, section 3), so that no layer needs to be gathered.
 _SHARDED_AXES = ("experts", "heads", "kv_heads", "mlp", "vocab", "embed")
 
 
 def inference_shardings(model: ModelDef, devices: Sequence[Device]) -> dict[str, NamedSharding]:
-    """Shards each parameter over all devices along one divisible dimension; vectors of a layer are replicated.
+    """Shards each parameter over all devices along one divisible dimension. Vectors of a layer are replicated.
 
     Args:
-        model: model of the parameters.
+        model: model that the parameters belong to.
         devices: devices of this process.
     """
     mesh = Mesh(np.array(devices), (_AXIS,))
@@ -42,12 +42,12 @@ def inference_shardings(model: ModelDef, devices: Sequence[Device]) -> dict[str,
 def shard_for_inference(
     model: ModelDef, params: PyTree, devices: Sequence[Device] | None = None
 ) -> dict[str, jax.Array]:
-    """Puts parameters on devices, sharded by `inference_shardings`; JAX arrays stay where they are.
+    """Puts parameters on devices, sharded by `inference_shardings`. JAX arrays stay on their current devices.
 
     Args:
-        model: model of the parameters.
-        params: nested dicts of arrays.
-        devices: devices of this process; None means all.
+        model: model that the parameters belong to.
+        params: nested dict of arrays.
+        devices: devices of this process; None: all of them.
     """
     shardings = inference_shardings(model, devices or jax.local_devices())
     named: Mapping[str, np.ndarray | jax.Array] = named_leaves(params)

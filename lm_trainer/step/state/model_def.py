@@ -1,4 +1,4 @@
-"""A model without values: the shapes, names and logical axes of its parameters."""
+"""A model without values: shapes, names and logical axes of its parameters."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lm_trainer.nn.read import PARAM_NAME
 from lm_trainer.optim import Param
 
 Params = dict[str, jax.Array]
-"""Dotted name -> array; used for parameters everywhere outside a model."""
+"""Dotted name -> array. Used for parameters everywhere outside a model."""
 
 
 LoadFn = Callable[[Mapping[str, jax.ShapeDtypeStruct], Mapping[str, NamedSharding]], Params]
-"""From the shapes and shardings of all parameters to values for some of them."""
+"""Maps the shapes and shardings of all parameters to values for some of them."""
 
 
 @dataclass(frozen=True)
 class ModelDef:
-    """A model without values: everything needed to put parameters back into a module."""
+    """A model without values, with everything that is needed to put parameters back into a module."""
 
     graphdef: nnx.GraphDef
     abstract: PyTree
@@ -34,14 +34,14 @@ class ModelDef:
     axes: Mapping[str, tuple[str | None, ...]]
     """Dotted parameter name -> logical axis of each dimension; None for a dimension that is never sharded."""
     norms: Mapping[str, str]
-    """Dotted name of the parameter of a norm -> class of the norm."""
+    """Dotted name of each parameter of a norm -> class of the norm."""
     build: Callable[[], nnx.Module]
     trainable: frozenset[str]
-    """Trained parameters; the others are frozen."""
+    """Names of the trained parameters; all others are frozen."""
     load: LoadFn | None = None
-    """Reads initial values directly to their devices; None uses the values made by `build`."""
+    """Reads initial values directly to their devices; None: the values that `build` makes are used."""
     constants: frozenset[str] = frozenset()
-    """Frozen parameters that are saved in checkpoints."""
+    """Names of the frozen parameters that are saved in checkpoints."""
 
     @classmethod
     def trace(cls, build: Callable[[], nnx.Module], is_trainable: Callable[[str], bool] = lambda _: True) -> ModelDef:
@@ -49,10 +49,10 @@ class ModelDef:
 
         Args:
             build: creates the model.
-            is_trainable: decides by the dotted name of a parameter whether it is trained.
+            is_trainable: returns true if the parameter with this dotted name is trained.
 
         Raises:
-            UserError: no parameter is trained, or the logical axes of a parameter do not fit its shape.
+            UserError: if no parameter is trained, or the logical axes of a parameter do not fit its shape.
         """
         module = nnx.eval_shape(build)
         for path, variable in nnx.iter_graph(module):
@@ -73,11 +73,11 @@ class ModelDef:
 
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Dotted name -> shape and dtype of each parameter."""
+        """Returns dotted name -> shape and dtype of each parameter."""
         return named_leaves(self.abstract)
 
     def optimizer_params(self) -> dict[str, Param]:
-        """Dotted name -> each trained parameter, as an optimizer sees it."""
+        """Returns dotted name -> each trained parameter as an optimizer sees it."""
         return {
             name: Param(name, x.shape, self.axes[name], self.norms.get(name))
             for name, x in self.shapes.items()
@@ -85,24 +85,24 @@ class ModelDef:
         }
 
     def nest(self, params: Mapping[str, PyTree]) -> PyTree:
-        """The nested dict for `nnx.merge`."""
+        """Returns the nested dict for `nnx.merge`."""
         return from_named_leaves(self.abstract, dict(params))
 
     def flatten(self, nested: PyTree) -> dict[str, PyTree]:
-        """The inverse of `nest`."""
+        """Returns parameters by dotted name; the inverse of `nest`."""
         return named_leaves(nested)
 
     def merge(self, params: Mapping[str, PyTree]) -> PyTree:
-        """The module with these parameters."""
+        """Returns the module with these parameters."""
         return nnx.merge(self.graphdef, self.nest(params))
 
     def merge_some(self, params: Mapping[str, PyTree]) -> PyTree:
-        """The module with these parameters; the others are only shapes, and must not be read.
+        """Returns the module with these parameters. The other parameters are only shapes, and must not be read.
 
-        A parameter may have another shape than in the model, such as one layer of stacked layers.
+        A parameter may have a shape other than in the model, for example the shape of one layer of stacked layers.
         """
         return nnx.merge(self.graphdef, self.nest({**self.shapes, **params}))
 
     def init(self) -> Params:
-        """All parameters with initial values. Call it under `jax.jit`: eager initialisers differ by an ulp."""
+        """Returns all parameters with initial values. Call it under `jax.jit`: eager initialisers differ by an ulp."""
         return named_leaves(nnx.to_pure_dict(nnx.state(self.build(), nnx.Param)))

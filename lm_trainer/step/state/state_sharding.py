@@ -1,4 +1,4 @@
-"""The sharding of the training state: parameters and optimizer state."""
+"""Sharding of the training state: parameters and optimizer state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lm_trainer.parallel.sharding import ParamSharding
 
 _STACK_DIMS = 3
 _BLOCK_EXPONENTS = jax.tree_util.GetAttrKey("block_exponents")
-"""Last key in the path of the block exponents of an array: see `lm_trainer.core.block_float`."""
+"""Last key in the path of the block exponents of an array; see `lm_trainer.core.block_float`."""
 
 
 class TrainedShardings(NamedTuple):
@@ -29,11 +29,11 @@ class TrainedShardings(NamedTuple):
 
 @dataclass(frozen=True)
 class StateSharding:
-    """Shardings of everything a step reads and writes."""
+    """Shardings of all arrays that a step reads and writes."""
 
     mesh: Mesh
     params: Mapping[str, ParamSharding]
-    """By parameter name."""
+    """Shardings of each parameter, by name."""
     trained: TrainedShardings
     """Shardings of the trained state."""
     storage: Mapping[str, NamedSharding]
@@ -49,11 +49,11 @@ def plan_state_sharding(
     """Plans the sharding of the state.
 
     Moments, found by name and shape, are sharded like their parameters. The exponents of their blocks are sharded along
-    the same axes where divisible. Stacks of matrices that belong to a parameter are sharded along the stack if
-    parameters are sharded at all. All other optimizer state is replicated.
+    the same axes where these are divisible. Stacks of matrices that belong to a parameter are sharded along the stack
+    if parameters are sharded at all. All other optimizer state is replicated.
 
     Args:
-        trainable: parameters the optimizer updates.
+        trainable: parameters that the optimizer updates.
         tx: optimizer.
         param_shardings: shardings of all parameters.
         mesh: device mesh.
@@ -71,16 +71,16 @@ def plan_state_sharding(
             return params[name]
         if name is not None and path[-1] == _BLOCK_EXPONENTS:
             return _adapt_sharding(params[name], leaf.shape)
-        # Factors and bases of a parameter's blocks are as large as the parameter. Other statistics are small.
+        # Factors and bases of the blocks of a parameter are as large as the parameter; other statistics are small.
         return stacked if name is not None and _is_stack(leaf, mesh.shape["data"]) else replicated
 
-    # Only shapes, since a large optimizer state would not fit on one device.
+    # Only shapes, because a large optimizer state would not fit on one device.
     opt_state = jax.tree_util.tree_map_with_path(leaf_sharding, jax.eval_shape(tx.init, dict(trainable)))
     return StateSharding(mesh, param_shardings, TrainedShardings(params, opt_state), storage)
 
 
 def _adapt_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """The same sharding for an array of this shape; dimensions that are not divisible are not sharded."""
+    """Returns the same sharding for an array of this shape; dimensions that are not divisible are not sharded."""
     mesh, spec = sharding.mesh, sharding.spec
     pieces = [math.prod(mesh.shape[axis] for axis in spec_axes(entry)) for entry in spec]
     entries = [None if size % n else entry for size, n, entry in zip(shape, pieces, spec, strict=False)]
@@ -88,5 +88,5 @@ def _adapt_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSha
 
 
 def _is_stack(leaf: jax.ShapeDtypeStruct, pieces: int) -> bool:
-    """True for an array [stack, rows, columns] whose stack is divisible into `pieces`."""
+    """Returns true for an array [stack, rows, columns] whose stack is divisible into `pieces`."""
     return len(leaf.shape) == _STACK_DIMS and leaf.shape[0] % pieces == 0

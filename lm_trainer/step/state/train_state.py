@@ -1,4 +1,4 @@
-"""The state of training: its arrays, their layout on the mesh, and its initialisation."""
+"""State of training: its arrays, their layout on the mesh, and its initialisation."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.state_sharding import StateSharding
 
 _COMPUTED_REPLICATED = 1 << 20
-"""Maximum size in elements of an array whose initial values are computed in full on every device."""
+"""Maximum number of elements of an array whose initial values are computed in full on every device."""
 
 
 class TrainState(NamedTuple):
-    """The arrays a step changes."""
+    """Arrays that a step changes."""
 
     step: int
     """Number of steps done so far."""
@@ -32,7 +32,7 @@ class TrainState(NamedTuple):
     averaged: Params | None = None
     """Average of the parameters over training; None if the run has none."""
     frozen: Params = {}
-    """Frozen parameters; not saved in checkpoints."""
+    """Frozen parameters, which are not saved in checkpoints."""
 
 
 def abstract_state(
@@ -42,7 +42,7 @@ def abstract_state(
     *,
     averaged: bool = False,
 ) -> TrainState:
-    """A state of shapes with shardings, without memory; `shapes` are the shapes of all parameters."""
+    """Returns a state of shapes with shardings, which takes no memory; `shapes` are the shapes of all parameters."""
 
     def with_sharding(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -56,10 +56,10 @@ def abstract_state(
 def fresh_state(
     init: Callable[[], Params], tx: optax.GradientTransformation, sharding: StateSharding, *, averaged: bool = False
 ) -> TrainState:
-    """A state at step 0, created sharded: no device ever holds an unsharded copy.
+    """Creates a sharded state at step 0; no device ever holds an unsharded copy.
 
     Args:
-        init: creates all parameters, as `ModelDef.init`.
+        init: function that creates all parameters, such as `ModelDef.init`.
         tx: optimizer.
         sharding: shardings of the state, which determine the trained parameters.
         averaged: True if the state has an average of the parameters.
@@ -68,7 +68,7 @@ def fresh_state(
 
 
 def fresh_params(init: Callable[[], Params], sharding: StateSharding) -> Params:
-    """Creates some or all parameters by `init`, in storage sharding."""
+    """Creates some or all parameters with `init`, in storage sharding."""
     shapes = jax.eval_shape(init)
     storage = {name: sharding.storage[name] for name in shapes}
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
@@ -78,8 +78,9 @@ def fresh_params(init: Callable[[], Params], sharding: StateSharding) -> Params:
         return jax.jit(lambda: {n: x for n, x in init().items() if n in names}, out_shardings=dict(shardings))()
 
     # If the size of a shard is not a multiple of a CPU's vectors, it is computed by other instructions than the full
-    # array, which round differently (XLA of jax 0.12). Shards of large arrays are multiples, and large arrays are never
-    # computed in full. A second program shards the small arrays: in one program, XLA would compute only the shards.
+    # array, and they round differently (XLA of jax 0.12). Shards of large arrays are such multiples, and large arrays
+    # are never computed in full. A second program shards the small arrays, because in one program XLA would compute
+    # only the shards.
     full = create(small, dict.fromkeys(small, everywhere))
     shard = jax.jit(lambda x: x, out_shardings={name: storage[name] for name in small})
     sharded = wait_on_cpu(shard(wait_on_cpu(full)))
@@ -93,25 +94,25 @@ def state_from_params(
     *,
     averaged: bool = False,
 ) -> TrainState:
-    """A state at step 0 with given values of all parameters and a fresh optimizer; arguments as for `fresh_state`."""
+    """Makes a state at step 0 from values of all parameters and a fresh optimizer; arguments as for `fresh_state`."""
     shardings = sharding.trained
     placed = {name: jax.device_put(params[name], storage) for name, storage in sharding.storage.items()}
     trained = {name: placed.pop(name) for name in shardings.params}
-    # Under jit with shardings, so no device ever holds the unsharded state.
+    # Under jit with shardings, so that no device ever holds the unsharded state.
     opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(trained)
     return TrainState(0, trained, opt_state, copy_params(trained) if averaged else None, placed)
 
 
 def copy_params(params: Params) -> Params:
-    """Copies of the parameters in new memory."""
+    """Copies the parameters to new memory."""
     return jax.jit(lambda p: jax.tree.map(jnp.copy, p))(params)
 
 
 def to_host(params: Params, *, keep: bool = True) -> dict[str, np.ndarray]:
-    """Copies unsharded parameters to the host; all processes must call it.
+    """Copies unsharded parameters to the host. All processes must call it.
 
-    Processes with `keep=False` take part in communication, and get an empty dict.
+    Processes with `keep=False` take part in the communication and get an empty dict.
     """
-    # One at a time: only a piece of one parameter is gathered on the devices while it is copied.
+    # One at a time, so that only a part of one parameter is gathered on the devices while it is copied.
     arrays = ((name, np.asarray(x) if x.is_fully_addressable else gather_to_host(x)) for name, x in params.items())
     return {name: x for name, x in arrays if keep}

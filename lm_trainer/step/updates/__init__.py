@@ -1,1 +1,1 @@
-"""Updates: from summed gradients to new weights."""
+"""Updates, which turn summed gradients into new weights."""

@@ -1,6 +1,6 @@
-"""Norms and histograms of gradients, parameters, updates and optimizer state, at regular intervals.
+"""Norms and histograms of gradients, parameters, updates and optimizer state at regular intervals.
 
-They are computed by a separate program next to the step, so watching does not change a bit of the trained model.
+A separate program computes them next to the step, so watching does not change a bit of the trained model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lm_trainer.step.updates.watch import Target, WatchConfig
 
 
 class _Inputs(TypedDict):
-    """The arrays from which targets are measured; None if no target needs them."""
+    """Arrays from which targets are measured; None if no target needs them."""
 
     before: PyTree
     """Parameters before the step."""
@@ -39,20 +39,20 @@ class _Inputs(TypedDict):
 
 
 class WatchedStep(NamedTuple):
-    """Norms and histograms of one step, in the form for trackers."""
+    """Norms and histograms of one step, in the form that trackers take."""
 
     step: int
-    """Number of steps done."""
+    """Number of completed steps."""
     scalars: dict[str, float]
     histograms: dict[str, tuple[np.ndarray, np.ndarray]]
-    """name -> (counts, edges)."""
+    """Name -> (counts, edges)."""
 
 
 class Watcher:
-    """Observes steps: call `before_step` and `after_step` each step, and `report` to get the values.
+    """Observes steps. Call `before_step` and `after_step` in each step, and `report` to get the values.
 
     Args:
-        config: quantities to watch.
+        config: configuration of the quantities to watch.
         sharding: shardings of the state.
         axes: logical axes of every parameter.
     """
@@ -65,15 +65,15 @@ class Watcher:
         self._pending: list[tuple[int, PyTree]] = []
 
     def due(self, step: int) -> bool:
-        """True if the step that ends with `step` steps done is to be watched."""
+        """Returns true if the step after which `step` steps are completed is to be watched."""
         return self._config.enabled and step % self._config.interval == 0
 
     def due_between(self, step: int, last: int) -> bool:
-        """True if a step after `step` and up to `last` is to be watched."""
+        """Returns true if a step after `step` and up to `last` (inclusive) is to be watched."""
         return self._config.enabled and (step // self._config.interval + 1) * self._config.interval <= last
 
     def compile(self, state: TrainState) -> None:
-        """Compiles for states like this one, so watched steps take no longer than necessary."""
+        """Compiles for states like this one, so that watched steps take no longer than necessary."""
         if "updates" in self._config.watch_targets:
             self._copy.lower(state.params).compile()
         # Gradients and copies have the shapes and shardings of the parameters.
@@ -81,29 +81,29 @@ class Watcher:
         self._measure.lower(self._inputs(copies, state.params, state)).compile()
 
     def before_step(self, state: TrainState) -> Params | None:
-        """Copies the parameters if the targets need their values before the step, which consumes the state."""
+        """Copies the parameters if a target needs their values before the step, which consumes the state."""
         return self._copy(state.params) if "updates" in self._config.watch_targets else None
 
     def after_step(self, before: Params | None, grads: Params, weight: jax.Array, state: TrainState) -> None:
         """Enqueues the computation and returns at once.
 
         Args:
-            before: result of `before_step`.
+            before: the result of `before_step`.
             grads: gradients, summed over the batch, in storage sharding.
-            weight: the number to divide `grads` by.
+            weight: number by which to divide `grads`.
             state: state after the step.
         """
         values = wait_on_cpu(self._measure(self._inputs(before, grads, state)))
         self._pending.append((state.step, (weight, values)))
 
     def report(self, until: int | None = None) -> list[WatchedStep]:
-        """Reports the steps watched since the last report, up to step `until`; waits until they are computed."""
+        """Returns the steps watched since the last report, up to step `until`. Waits until they are computed."""
         due = [(step, values) for step, values in self._pending if until is None or step <= until]
         self._pending = self._pending[len(due) :]
         return [self._make_record(step, jax.tree.map(_to_host, values)) for step, values in due]
 
     def _inputs(self, before: Params | None, grads: Params, state: TrainState) -> _Inputs:
-        """The arrays from which the targets are measured."""
+        """Returns the arrays from which the targets are measured."""
         targets = self._config.watch_targets
         return {
             "before": before,
@@ -113,7 +113,7 @@ class Watcher:
         }
 
     def _values(self, inputs: _Inputs) -> dict[str, dict[str, PyTree]]:
-        """By target: `squares` [1 or layers], `counts` and `edges` by name. Values of `grads` refer to the sums."""
+        """Returns by target: `squares` [1 or layers], `counts` and `edges` by name. For `grads`, of the sums."""
         return {
             target: self._measure_arrays(*self._select_arrays(target, inputs)) for target in self._config.watch_targets
         }
@@ -121,7 +121,7 @@ class Watcher:
     def _select_arrays(
         self, target: Target, inputs: _Inputs
     ) -> tuple[Params, dict[str, ParamSharding], Collection[str]]:
-        """The arrays of a target, their shardings, and the names of the arrays with a leading axis over layers."""
+        """Returns the arrays of a target, their shardings, and the names of arrays with a leading layer axis."""
         params = inputs["params"]
         if target == "opt_state":
             return self._select_moments(inputs["opt_state"], params)
@@ -168,7 +168,7 @@ class Watcher:
             scale = 1 / (float(weight) or math.inf) if target == "grads" else 1.0
             squares = measured.get("squares", {})
             if self._config.include_norms:
-                # Rounded once, so the order of the parameters does not matter.
+                # Rounded once, so that the order of the parameters does not matter.
                 total = math.fsum(float(x) for layers in squares.values() for x in layers)
                 scalars[f"{target}/norm/total"] = math.sqrt(total) * scale
             if self._config.include_per_parameter_norms:
@@ -189,7 +189,7 @@ class Watcher:
 
 
 def _find_moments(opt_state: optax.OptState, params: Params) -> Iterator[tuple[str, str, jax.Array]]:
-    """The optimizer's arrays for each parameter, as (name, parameter, array).
+    """Yields the optimizer's arrays for each parameter, as (name, parameter, array).
 
     A name is `mu/blocks.0.mlp.up.weight` or, if two parts of the optimizer have such an array,
     `0.mu/blocks.0.mlp.up.weight`.
@@ -206,12 +206,12 @@ def _find_moments(opt_state: optax.OptState, params: Params) -> Iterator[tuple[s
 
 
 def _split_first_axis(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
-    """The entries along the first dimension, with their index in the name if there are several."""
+    """Yields the entries along the first dimension; if there are several, the name includes their index."""
     for name, stack in arrays.items():
         for i, x in enumerate(stack):
             yield (f"{name}/{i}" if len(stack) > 1 else name), x
 
 
 def _to_host(x: jax.Array) -> np.ndarray:
-    """The value of a replicated array; waits until it is computed."""
+    """Returns the value of a replicated array. Waits until it is computed."""
     return np.asarray(x.addressable_data(0))

@@ -1,4 +1,4 @@
-"""An update in which every weight of every layer is assigned to one device, which updates it unsharded."""
+"""An update in which each layer of each weight is assigned to one device, which updates it unsharded."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from lm_trainer.step.state.state_sharding import TrainedShardings
 from lm_trainer.step.updates.update import Metrics, make_update
 
 Kind = Literal["row", "rows", "shared"]
-"""The relation of an array of the optimizer state to weights: one row for each layer, several rows for each layer, or
-shared by all weights."""
+"""Relation of an array of the optimizer state to weights: it has one row for each layer, has several rows for each
+layer, or is shared by all weights."""
 
 
 _SMALL = 1 << 20
-"""Maximum size in elements of weights of one layer that one program moves and another one updates."""
+"""Maximum number of elements of the weights of one layer that one program moves and another one updates."""
 
 _ROWS = "some weights"
-"""Name in a plan of the weights a device updates at a time."""
+"""Name, in plans, of the weights that a device updates at a time."""
 
 Rows = dict[str, list[jax.Array]]
-"""Name of a weight -> the weight, or rows of it, and its own arrays of the optimizer state."""
+"""Name of a weight -> the weight, or rows of it, and the arrays of the optimizer state that belong to it."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of each layer (or a weight outside the layers), with the rule that updates only this weight."""
+    """One weight of each layer (or a weight outside the layers), with a rule that updates only this weight."""
 
     name: str
     count: int
@@ -55,7 +55,7 @@ class Weight:
     structure: Hashable
     """Tree structure of the state of `tx`."""
     paths: tuple[str, ...]
-    """Paths of the leaves of that state in the state of the full optimizer."""
+    """Paths, in the state of the full optimizer, of the leaves of the state of `tx`."""
     kinds: tuple[Kind, ...]
 
     @classmethod
@@ -67,7 +67,7 @@ class Weight:
         params: Mapping[str, Param],
         full: Mapping[str, jax.ShapeDtypeStruct],
     ) -> Weight | None:
-        """Finds the state of one parameter in the state of all parameters; None if it cannot be separated.
+        """Finds the state of one parameter in the state of all parameters. Returns None if it cannot be separated.
 
         Args:
             param: parameter.
@@ -93,7 +93,7 @@ class Weight:
 
     @property
     def shared(self) -> list[str]:
-        """Paths of the arrays all weights share."""
+        """Paths of the arrays that all weights share."""
         return [path for path, kind in zip(self.paths, self.kinds, strict=True) if kind == "shared"]
 
     @property
@@ -124,10 +124,10 @@ def _find_kind(
 
 
 class OwnedUpdate:
-    """Each device updates the weights of some layers, one after another, in programs that do not depend on the mesh.
+    """Update in which each device updates the weights of some layers, in programs that do not depend on the mesh.
 
-    For update rules that compute sums or products over a single weight, but never over several weights. A device
-    holds one unsharded weight with its state and gradient at a time, and the work is divided among all devices.
+    For update rules that compute sums or products over a single weight, but never over several weights. A device holds
+    one unsharded weight with its state and gradient at a time, and the devices share the work.
 
     Args:
         optimizer: update rule.
@@ -163,7 +163,7 @@ class OwnedUpdate:
         return [replicate(np.int32(i * self._shards), self._mesh) for i in rounds]
 
     def _kinds(self, weight: Weight) -> list[Kind]:
-        """Kinds of the parameter and of its optimizer arrays."""
+        """Returns the kinds of the parameter and of its arrays in the optimizer state."""
         return ["row", *weight.own_arrays.values()]
 
     def _rows_of_all(
@@ -185,10 +185,10 @@ class OwnedUpdate:
     def _take_rows(
         self, weight: Weight, kinds: Sequence[Kind], arrays: Sequence[jax.Array], first: jax.Array
     ) -> list[jax.Array]:
-        """The next rows of arrays: one row for each shard, padded by copies of the last row."""
+        """Returns the next rows of arrays: one row for each shard, padded with copies of the last row."""
         stacks = [weight.to_rows(x, kind) for x, kind in zip(arrays, kinds, strict=True)]
         if weight.count % self._shards == 0:
-            # A slice copies rows, where a gather would visit all elements.
+            # A slice copies rows, whereas a gather would visit all elements.
             return [jax.lax.dynamic_slice_in_dim(x, first, self._shards) for x in stacks]
         index = first + jnp.arange(self._shards)
         return [jnp.take(x, index, axis=0, mode="clip") for x in stacks]
@@ -201,15 +201,16 @@ class OwnedUpdate:
         rows: list[jax.Array],
         first: jax.Array,
     ) -> list[jax.Array]:
-        """Replaces the next rows of the arrays; padding rows are dropped."""
+        """Replaces the next rows of the arrays. Padding rows are dropped."""
         index = first + jnp.arange(self._shards)
         done = []
         for x, new, kind, stored in zip(arrays, rows, self._kinds(weight), shardings, strict=True):
             if kind == "row":
                 if self._shards > self._mesh.shape["data"]:
-                    # XLA has no other way from rows distributed over replicas to their storage, and warns about it.
+                    # XLA knows no other way from rows that are distributed over replicas to their storage, and warns
+                    # about it.
                     new = jax.lax.with_sharding_constraint(new, self._everywhere)
-                # Constrained to storage before the update, so no device needs the unsharded array.
+                # Constrained to storage before the update, so that no device needs the unsharded array.
                 spec = PartitionSpec(None, *(stored.spec[1:] if weight.layered else stored.spec))
                 new = jax.lax.with_sharding_constraint(new, NamedSharding(self._mesh, spec))
             stack = weight.to_rows(x, kind)
@@ -228,8 +229,8 @@ class OwnedUpdate:
         curvature: Params | None,
         scalars: Mapping[str, jax.Array],
     ) -> tuple[Params, PyTree, Metrics]:
-        """Computes the update; consumes parameters and optimizer state."""
-        del curvature  # these rules use none
+        """Computes the update. Consumes parameters and optimizer state."""
+        del curvature  # these rules use no curvature
         old = dict(zip(self._paths, jax.tree.leaves(opt_state), strict=True))
         params, state, metrics = dict(params), dict(old), None
         for group, gather, scatter in zip(self._groups, self._gather, self._scatter, strict=True):
@@ -255,7 +256,7 @@ class OwnedUpdate:
         shared: dict[str, jax.Array],
         scalars: Mapping[str, jax.Array],
     ) -> tuple[Rows, dict[str, jax.Array], Metrics]:
-        """Each device updates its own rows, which are consumed."""
+        """Makes each device update its own rows, which are consumed."""
         arguments = (rows, grads, shared, dict(scalars))
         programs = self._compile_group(group, *arguments)
         leaves, structure = jax.tree.flatten(arguments)
@@ -285,7 +286,7 @@ class OwnedUpdate:
         ) -> tuple[Rows, dict[str, jax.Array], Metrics]:
             new, new_shared, metrics = {}, {}, {}
             for weight in group:
-                # The barrier separates the weights: the bits of a weight do not depend on its group.
+                # The barrier separates the weights, so that the bits of a weight do not depend on its group.
                 inputs = rows[weight.name], grads[weight.name], shared, dict(scalars)
                 new[weight.name], counts, metrics = _update_row(
                     weight, self._optimizer, *jax.lax.optimization_barrier(inputs)
@@ -321,7 +322,7 @@ def _update_row(
     shared: Mapping[str, jax.Array],
     scalars: Mapping[str, jax.Array],
 ) -> tuple[list[jax.Array], dict[str, jax.Array], Metrics]:
-    """Updates one row of a weight and of its state, and the arrays shared between weights."""
+    """Updates one row of a weight and of its state, and the arrays that weights share."""
     param, *states = (x[0] for x in rows)
     remaining = iter(states)
     leaves = [
@@ -338,7 +339,7 @@ def _update_row(
 
 
 def _group_weights(weights: Sequence[Weight]) -> Iterator[list[Weight]]:
-    """Groups consecutive weights with equal numbers of layers and a small total size, to be moved by one program."""
+    """Groups consecutive weights with equal numbers of layers and a small total size; one program moves a group."""
     group, size = list[Weight](), 0
     for weight in weights:
         if group and (weight.count != group[0].count or size + weight.size > _SMALL):
@@ -357,12 +358,12 @@ def make_owned_update(
     shardings: TrainedShardings,
     mesh: Mesh,
 ) -> OwnedUpdate | None:
-    """The update weight by weight; None if the rule does not allow it.
+    """Returns the update that processes weight by weight; None if the rule does not allow it.
 
     Args:
         optimizer: update rule.
         params: trained parameters.
-        tx: transformation built from `optimizer` for all of them.
+        tx: transformation built from `optimizer` for all parameters.
         shapes: shapes of the parameters by name.
         shardings: shardings of the state.
         mesh: device mesh.

@@ -1,4 +1,4 @@
-"""The last part of a step: from summed gradients to new parameters, bit-identical on every mesh."""
+"""Last part of a step: computes new parameters from summed gradients, bit-identical on every mesh."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from lm_trainer.step.state.state_sharding import TrainedShardings
 
 Metrics = dict[str, jax.Array]
 UpdateFn = Callable[..., tuple[Params, PyTree, Metrics]]
-"""`update(params, opt_state, grads, curvature, scalars)`: see `make_update`."""
+"""`update(params, opt_state, grads, curvature, scalars)`; see `make_update`."""
 
 
 def make_update(optimizer: Optimizer, tx: optax.GradientTransformationExtraArgs) -> UpdateFn:
-    """Creates a function that computes one update, to be compiled.
+    """Creates a function that computes one update. The function must be compiled.
 
-    Its arguments are parameters, optimizer state, summed gradients, the optimizer's curvature estimate (None if there
-    is none in this step), and a dict of float32 scalars: `loss`, `weight` and the other metrics of the loss, as sums;
-    `squares`, the sum of squares of the gradients; and `learning_rate`. A step with a non-finite loss or gradient
-    leaves parameters and optimizer unchanged, except for the count of skipped steps. If all weights are 0, loss and
-    gradient are 0.
+    Its arguments are the parameters, the optimizer state, the summed gradients, the optimizer's curvature estimate
+    (None if there is none in this step), and a dict of float32 scalars: `loss`, `weight` and the other metrics of the
+    loss, as sums; `squares`, the sum of squares of the gradients; and `learning_rate`. A step whose loss or gradient is
+    not finite leaves parameters and optimizer unchanged, except for the number of skipped steps. If all weights are 0,
+    loss and gradient are 0.
     """
 
     def update(
@@ -45,9 +45,9 @@ def make_update(optimizer: Optimizer, tx: optax.GradientTransformationExtraArgs)
     ) -> tuple[Params, PyTree, Metrics]:
         sums = dict(scalars)
         weight, squares, learning_rate = sums.pop("weight"), sums.pop("squares"), sums.pop("learning_rate")
-        # If all weights are 0 there is no mean: dividing by infinity turns every finite number into 0.
+        # If all weights are 0, there is no mean: division by infinity turns every finite number into 0.
         divisor = jnp.where(weight == 0, jnp.inf, weight)
-        # Divided once, after all sums: a mean of means would depend on the division into microbatches.
+        # Divided once, after all sums, because a mean of means would depend on the division into microbatches.
         means = {name: total / divisor for name, total in sums.items()}
         grad_norm = jnp.sqrt(squares) / divisor
         mean_grads = jax.tree.map(lambda g: g / divisor.astype(g.dtype), grads)
@@ -62,10 +62,11 @@ def make_update(optimizer: Optimizer, tx: optax.GradientTransformationExtraArgs)
             extra_args |= {"weight": weight}
         updates, new_opt_state = tx.update(mean_grads, opt_state, params, **extra_args)
         finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
-        # Selected on the device: a decision on the host would wait for every step.
+        # Selected on the device, because a decision on the host would have to wait for every step.
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         new_params = jax.tree.map(keep, optax.apply_updates(params, updates), params)
-        # An optimizer that skips bad steps itself restores its state except for its history, and counts the step.
+        # An optimizer that itself skips bad steps restores its state except for its history, and counts the skipped
+        # step.
         selected = new_opt_state if optimizer.skips_steps else jax.tree.map(keep, new_opt_state, opt_state)
         metrics = {**means, "grad_norm": grad_norm, "tokens": weight, **optimizer.metrics(selected)}
         return new_params, selected, metrics
@@ -74,7 +75,7 @@ def make_update(optimizer: Optimizer, tx: optax.GradientTransformationExtraArgs)
 
 
 class ShardedUpdate:
-    """Every device updates its shard of the state."""
+    """Update in which every device updates its own shard of the state."""
 
     def __init__(self, update: UpdateFn, shardings: TrainedShardings, mesh: Mesh):
         replicated = NamedSharding(mesh, PartitionSpec())
@@ -83,30 +84,30 @@ class ShardedUpdate:
         self._mesh = mesh
         # Donates parameters and optimizer state; argument 0 is the zero of `without_fma`.
         jitted = jax.jit(rounded, out_shardings=(*shardings, replicated), donate_argnums=(1, 2))
-        # The new state reuses the memory of the old one.
+        # The new state reuses the memory of the old state.
         self._update = Program("update", jitted, "new state", elementwise=True)
 
     @cached_property
     def _zero(self) -> jax.Array:
-        """The zero of `without_fma`, sent once, in the first step: plans have devices that do not exist."""
+        """The zero for `without_fma`. Sent once, in the first step, because devices in plans do not exist."""
         return replicate(np.uint32(0), self._mesh)
 
     def __call__(self, *args: PyTree) -> tuple[Params, PyTree, Metrics]:
-        """Computes the update; consumes parameters and optimizer state."""
+        """Computes the update. Consumes parameters and optimizer state."""
         return wait_on_cpu(self._update(self._zero, *args))
 
 
 class ReplicatedUpdate:
-    """Every device computes the full update, in a program that does not depend on the mesh.
+    """Update in which every device computes everything, in a program that does not depend on the mesh.
 
     For update rules that compute something over several parameters (such as clipping by the norm of the full update),
-    and for optax transformations, which may do anything. Sharded over devices, their order of additions would depend on
-    the mesh, and no device can update one parameter without the others. Each device needs the memory and does the work
-    of the full update.
+    and for optax transformations, which may compute anything. If they were sharded over devices, their order of
+    additions would depend on the mesh, and no device can update one parameter without the others. Each device therefore
+    needs the memory and does the work of the full update.
     """
 
     def __init__(self, update: UpdateFn, shardings: TrainedShardings, mesh: Mesh):
-        # The gathered copies are donated: the new state reuses their memory.
+        # The gathered copies are donated, so that the new state reuses their memory.
         self._jitted = jax.jit(update, donate_argnums=(0, 1))
         self._mesh = mesh
         self._everywhere = NamedSharding(mesh, PartitionSpec())
@@ -118,11 +119,12 @@ class ReplicatedUpdate:
         self._updates: dict[Hashable, list[Program]] = {}
 
     def __call__(self, *args: PyTree) -> tuple[Params, PyTree, Metrics]:
-        """Computes the update; consumes parameters and optimizer state."""
+        """Computes the update. Consumes parameters and optimizer state."""
         gathered = wait_on_cpu(self._gather(args))
         leaves, structure = jax.tree.flatten(gathered)
         programs = self._get_programs(structure, leaves)
-        # All parts are extracted before a program runs, because it deletes its part together with the global array.
+        # All parts are extracted before a program runs, because a program deletes its part together with the global
+        # array.
         parts = [shards_by_device(x) for x in leaves]
         local = [jax.tree.unflatten(structure, [part[device] for part in parts]) for device in self._devices]
         results = [program(*args) for program, args in zip(programs, local, strict=True)]

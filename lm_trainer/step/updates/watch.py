@@ -1,4 +1,4 @@
-"""Configuration of the norms and histograms computed by `lm_trainer/step/updates/norms.py`."""
+"""Configuration of the norms and histograms that `lm_trainer/step/updates/norms.py` computes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ Target = Literal["grads", "params", "updates", "opt_state"]
 
 
 class WatchConfig(Config):
-    """Norms and histograms of gradients and state, logged with the loss and the gradient norm."""
+    """Norms and histograms of gradients and state, which are logged with the loss and the gradient norm."""
 
     watch_targets: tuple[Target, ...] = ("grads", "params")
-    """`grads`: gradient of the mean loss before clipping; `params`: parameters after the step; `updates`: change of the
-    parameters in the step; `opt_state`: moments of the optimizer. A list, or a comma-separated string."""
+    """Quantities to watch. `grads`: gradient of the mean loss before clipping; `params`: parameters after the step;
+    `updates`: change of the parameters in the step; `opt_state`: moments of the optimizer. A list, or a comma-separated
+    string."""
     include_norms: bool = True
     """Log the total norm of each target: `grads/norm/total`."""
     include_per_parameter_norms: bool = True
     """Log the norm of each parameter: `grads/norm/NAME`."""
     include_histograms: bool = False
-    """Log a histogram of each parameter, 64 bins: `grads/histogram/NAME`."""
+    """Log a histogram of each parameter with 64 bins: `grads/histogram/NAME`."""
     split_scan_layers: bool = True
-    """Log each layer separately if the layers are stacked in one parameter: `NAME/0`, `NAME/1`, ..."""
+    """Log each layer separately if layers are stacked in one parameter: `NAME/0`, `NAME/1`, ..."""
     interval: NonNegativeInt = 10
-    """Steps between observations; 0 disables them."""
+    """Number of steps between observations; 0 disables them."""
 
     @field_validator("watch_targets", mode="before")
     @classmethod
