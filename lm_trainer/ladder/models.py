@@ -74,8 +74,7 @@ class ModelConfigurator(Config):
     def configure_minimal_device_mesh_spec(
         self, *, size_spec: str, sequence_length: int = 8192, device_type: str = "cpu"
     ) -> DeviceMeshSpec:
-        """Returns OLMo-core's minimum number of devices for any device type. This framework only needs enough
-        memory."""
+        """Returns OLMo-core's minimum number of devices. This framework needs only enough memory."""
         del sequence_length, device_type
         return DeviceMeshSpec(olmo_minimal_devices(size_spec), None)
 
