@@ -176,7 +176,7 @@ def _damped_step(
     constants_RK: np.ndarray, normal_RKK: np.ndarray, gradient_RK: np.ndarray, damping_R: np.ndarray
 ) -> np.ndarray:
     """Computes the step (R, K) that solves (J'WJ + damping diag(J'WJ)) step = -gradient for the free constants."""
-    # A constant at its bound whose step would go outwards is fixed: its row and column become those of the identity.
+    # A constant at its bound whose step would go outwards is fixed: it gets the row and column of the identity.
     fixed_RK = ((constants_RK <= _LOWER_K) & (gradient_RK > 0)) | ((constants_RK >= _UPPER_K) & (gradient_RK < 0))
     free_RK = ~fixed_RK
     diagonal_RK = np.einsum("rkk->rk", normal_RKK)
