@@ -36,7 +36,7 @@ PROGRAMS = {
     "elastic": ("microbatch",),
     "layerwise": ("enter", "layer 0", "leave gradient", "layer 0 gradient", "enter gradient"),
 }
-"""Programs of each kind of determinism that compute, without those that only move data between devices or add it."""
+"""Programs with computation of each kind of determinism. Programs that only move or add data are left out."""
 LENGTH = 256
 MODEL = {"type": "llama", "seq_len": LENGTH, "hidden_dim": 128, "intermediate_dim": 256, "num_layers": 2,
          "num_heads": 2, "num_kv_heads": 2, "scan_layers": True, "gradient_checkpointing": True}  # fmt: skip

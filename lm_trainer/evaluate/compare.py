@@ -26,7 +26,7 @@ class DocumentDifference:
     where: str
     """Location: file and line or row."""
     difference: float
-    """Mean loss of the document with the first model minus that with the second, in the unit of the comparison."""
+    """Mean loss of the first model minus the mean loss of the second, in the unit of the comparison."""
     first: float
     second: float
     excerpt: str

@@ -38,7 +38,7 @@ class ErrorRates:
 def measure_error_rates(
     model: Any, held_out: SpeechSet, generation: dict[str, Any], max_batches: int | None
 ) -> ErrorRates:
-    """Transcribes all rows of a set greedily, each after the prompt in its own tokens, and counts the errors.
+    """Transcribes all rows of a set greedily, each after its own prompt, and counts the errors.
 
     Args:
         model: the module with its parameters.

@@ -61,7 +61,7 @@ def prepare_push(name: str) -> str:
         `ORG/NAME`.
 
     Raises:
-        UserError: as `push`.
+        UserError: for the same reasons as in `push`.
         MachineError: if the hub cannot be reached.
     """
     from huggingface_hub import HfApi

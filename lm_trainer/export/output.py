@@ -72,7 +72,7 @@ def atomic_directory(out: StoragePath, *, overwrite: bool, replaceable: Collecti
     lists all others is written last, so a directory without it is incomplete.
 
     Raises:
-        UserError: as `check_output`, or if another process is currently writing `out`.
+        UserError: for the same reasons as in `check_output`, or if another process is currently writing `out`.
         MachineError: if the file system reports an error.
     """
     if isinstance(out, Bucket):

@@ -31,7 +31,7 @@ _WITHOUT_EFFECT = frozenset(
     {"task_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config", "lora_dropout", "megatron_core"}
     # VeLoRA changes only the backward pass.
     | {"revision", "velora_config"}
-    # Names of the layers with an adapter, which the tensors show.
+    # Choice of the layers that have an adapter. The names of the tensors show which ones do.
     | {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
     # Adapters of the embedding or the head are refused when their tensors are read.
     | {"ensure_weight_tying"}

@@ -40,7 +40,8 @@ class HfSettings:
         """Reads the files of a directory written by `write`, transformers or other programs.
 
         Raises:
-            UserError: as `read_copied_files`; also for a damaged file, and for an end token that is not an id.
+            UserError: for the same reasons as in `read_copied_files`, for a damaged file, and for an end token that is
+                not an id.
         """
         config = read_json(directory / CONFIG)
         generation_file, preprocessor_file = directory / GENERATION, directory / PREPROCESSOR

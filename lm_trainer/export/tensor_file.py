@@ -70,7 +70,7 @@ class StoredTensor(NamedTuple):
         stays in memory.
 
         Raises:
-            UserError: as `numpy_dtype`; also for NaN and infinite values.
+            UserError: for the same reasons as in `numpy_dtype`, and for NaN and infinite values.
             MachineError: if the file has become unreadable.
         """
         dtype = self.numpy_dtype

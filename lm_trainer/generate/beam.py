@@ -82,7 +82,7 @@ def search_beams(  # noqa: PLR0913 - the choices of a search
         beams: number of beams per row.
         max_new_tokens: maximum length of a text.
         eos_id: the token that ends a text, int32 scalar.
-        length_penalty: float32 scalar; above 0 favours long texts, below 0 short ones.
+        length_penalty: float32 scalar; a positive value favours long texts, and a negative value favours short texts.
 
     Returns:
         The tokens, int32 [B, max_new_tokens], and the number of valid tokens of each row, int32 [B].
@@ -147,7 +147,7 @@ def _merge_finished(
 def _may_improve(
     unfinished_BN: jax.Array, finished: _Finished, length: jax.Array, length_penalty: jax.Array
 ) -> jax.Array:
-    """True if the best unfinished text, if it ended now, would have a higher score than the worst finished text."""
+    """Returns True if the best unfinished text, if it ended now, would score above the worst finished text."""
     best_B1 = unfinished_BN[:, :1] / length.astype(jnp.float32) ** length_penalty
     worst_BN = jnp.where(finished.valid_BN, finished.scores_BN.min(axis=1, keepdims=True), _NEVER)
     return jnp.any(best_B1 > worst_BN, axis=1)

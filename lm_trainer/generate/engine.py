@@ -77,7 +77,7 @@ def generate_stream(
         The continuation of every row.
 
     Raises:
-        UserError: as `generate`.
+        UserError: for the same reasons as in `generate`.
     """
     generation = Generation.prepare(model, prompts, settings)
     yield from generation.decode_in_chunks(*generation.prefill(), chunk=chunk, stop=stop)

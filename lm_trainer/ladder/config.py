@@ -21,7 +21,7 @@ _KEYS_SET_BY_SIZE = (
     *("id", "seed", "num_train_steps", "train_batch_size", "per_device_parallelism", "steps_per_eval", "log_dir"),
     "max_devices",
 )
-"""Keys of `trainer` that the ladder sets itself, from the size."""
+"""Keys of `trainer` that the ladder sets itself, depending on the size."""
 _CHECKPOINT_KEYS_SET_BY_SIZE = ("base_path", "keep", "append_run_id_to_base_path")
 """Keys of `trainer.checkpointer` that the ladder sets itself."""
 
@@ -59,7 +59,7 @@ class LadderConfig(Config):
     data_loader: DataConfig = DataConfig()
     """Settings of the data pipeline from documents to rows, such as shuffling, packing and cache."""
     instance_sources: tuple[InstanceSource, ...] = ()
-    """Training documents; by default the text that comes with Python."""
+    """Sources of training documents; by default the text that is included with Python."""
     sequence_length: PositiveInt = 8192
     """Number of tokens per row."""
     tokenizer: LocalPathOrHubName | AnyTokenizer | None = None

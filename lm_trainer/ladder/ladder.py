@@ -39,7 +39,7 @@ class ModelLadder(LadderConfig):
     """
 
     def vocab_size(self) -> int:
-        """Number of rows of the token embedding.
+        """Returns the number of rows of the token embedding.
 
         Raises:
             UserError: if the tokenizer cannot be loaded.

@@ -1,4 +1,4 @@
-"""Plot of the learning rate of a size, with its periods and checkpoints."""
+"""Plots the learning rate of a size, with its periods and checkpoints."""
 
 from __future__ import annotations
 

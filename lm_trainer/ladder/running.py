@@ -40,7 +40,8 @@ def run_rung(
         progress: receives the progress of the run.
 
     Raises:
-        UserError: if the directory contains a run of another ladder; also as `lm_trainer.run.train.train`.
+        UserError: if the directory contains a run of another ladder, or for the same reasons as in
+            `lm_trainer.run.train.train`.
     """
     config = run_config(ladder, size_spec, seed)
     longer = _is_longer(ladder, run_folder(ladder, size_spec, seed), config)

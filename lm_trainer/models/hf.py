@@ -97,7 +97,7 @@ def params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict
     """Returns the tensors of a file, C-contiguous, in the dtype of `params`; the inverse of `params_from_hf`.
 
     Raises:
-        UserError: as `pending_params_to_hf`.
+        UserError: for the same reasons as in `pending_params_to_hf`.
     """
     return {name: np.asarray(tensor) for name, tensor in pending_params_to_hf(model_config, params).items()}
 

@@ -79,7 +79,7 @@ class HfFamily:
     """Fields that do not affect the results of a trained model, such as a dropout that is not supported here. Any value
     in a file is accepted, and files written here have this value."""
     ignored: str = ""
-    """A regular expression for tensors of older files that hold no parameters."""
+    """Regular expression for names of tensors in older files that are not parameters."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """Second names of tensors that a file may contain twice, mapped to their first names. Both must be equal, because
     the second is not a separate parameter."""

@@ -114,7 +114,7 @@ class Qwen2Config(_QwenConfig):
     )
 
     type: Literal["qwen2", "qwen"] = "qwen2"
-    """The family; `qwen` is another name for it."""
+    """Name of the model family; `qwen` is another name for it."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         return self.windowed_decoder_spec(vocab_size, replace(self.attention_spec(), bias=True))

@@ -53,7 +53,7 @@ class Prediction:
     """Sentences about quantities, other than compute, that are outside the range of the points."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data with all digits."""
+        """Returns the values as plain data at full precision."""
         return asdict(self)
 
 
@@ -71,7 +71,7 @@ class Optimum:
     loss: Range
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data with all digits."""
+        """Returns the values as plain data at full precision."""
         return asdict(self)
 
 
@@ -134,7 +134,8 @@ def find_optimum(
     """Finds the numbers of parameters and tokens with the lowest loss for a compute budget of 6 N D.
 
     Raises:
-        UserError: as `predict`; also if the law has no optimum because it does not depend on size or on length.
+        UserError: for the same reasons as in `predict`, or if the law has no optimum because it does not depend on size
+            or on length.
     """
     if not (np.isfinite(flops) and flops > 0):
         raise UserError(f"--flops {flops:g}: it has to be finite and above 0")

@@ -33,7 +33,7 @@ def ladder_points(
         without: sizes to leave out.
 
     Raises:
-        UserError: as `lm_trainer.ladder.metrics.collect_rows`; also if there is no measurement.
+        UserError: for the same reasons as in `lm_trainer.ladder.metrics.collect_rows`, or if there is no measurement.
     """
     rows = [row for size in ladder.sizes for row in collect_rows(ladder, size)]
     if not rows:
