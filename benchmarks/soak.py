@@ -35,7 +35,10 @@ TIERS: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(directory: Path, steps: int, rows: int) -> dict[str, Any]:
-    """Returns a configuration of a tiny model with dropout, on the language reference included with Python."""
+    """Returns a configuration of a tiny model with dropout, on the language reference included with Python.
+
+    It is written to a .yaml file as JSON, which is valid YAML.
+    """
     topics = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
     files = directory / "train.txt", directory / "validation.txt"
     for file, part in zip(files, (topics[:-8], topics[-8:]), strict=True):

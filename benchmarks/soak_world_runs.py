@@ -32,7 +32,7 @@ _DRAFT_NAME = re.compile(r"\.tmp$|orbax-checkpoint-tmp|\.trash|\.incomplete$|\.r
 
 
 def make_configuration(data: Path) -> dict[str, Any]:
-    """Returns the configuration of a tiny run that writes every kind of file."""
+    """Returns the configuration of a tiny run that writes every kind of file. As JSON, it is also valid YAML."""
     documents = [" ".join(f"{word} {word * word}" for word in range(7 * i, 7 * i + 60)) for i in range(120)]
     lines = [json.dumps({"text": document}) for document in documents]
     for name, part in {"train": lines[:100], "validation": lines[100:]}.items():

@@ -105,7 +105,7 @@ def data(
     repeats: RepeatsOption = 3,
     as_json: JsonOption = False,
 ) -> None:
-    """Time batch loading, by itself and during training, and the share of a step that waits for data.
+    """Time batch loading, by itself and during training, and the fraction of a step that waits for data.
 
     Text without a cache is first tokenised into the cache that `lmt train` uses.
 

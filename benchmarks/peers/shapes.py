@@ -89,5 +89,5 @@ def make_batches(shape: Shape) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def is_decayed(name: str, dims: Sequence[int]) -> bool:
-    """Returns True if weight decay applies to a weight: all matrices except embedding tables."""
+    """Returns True if weight decay applies to the weight with this transformers name: matrices except embeddings."""
     return len(dims) == 2 and not name.endswith(_EMBEDDINGS)

@@ -45,7 +45,10 @@ class IsoFlop:
 
 
 def fit_isoflop(points: Points) -> IsoFlop | None:
-    """Fits the power law. Returns None unless two compute budgets (6 N D) have three sizes each and a minimum."""
+    """Fits the power law. Returns None unless two compute budgets (6 N D) have three sizes each and a minimum.
+
+    Points belong to the same budget if their compute differs by at most a tenth.
+    """
     valleys = []
     # In ascending order, each remaining point starts a group with all points that have up to 10 % more compute.
     left = np.argsort(points.flops)
