@@ -1,1 +1,1 @@
-"""Speed and memory benchmarks, each a program: `python -m benchmarks.NAME`."""
+"""Benchmarks of speed and memory. Each is a program: `python -m benchmarks.NAME`."""

@@ -1,11 +1,11 @@
-"""Compiles training steps with the compilers for TPUs and GPUs: memory, FLOPs, traffic, and bounds on the MFU.
+"""Compiles training steps for TPUs and GPUs, and reports memory, FLOPs, traffic, and bounds on the MFU.
 
     python -m benchmarks.compiled tpu --out benchmarks/results/compiled/tpu.md
     python -m benchmarks.compiled gpu --out benchmarks/results/compiled/gpu.md
 
 Each row is one `lmt plan --compile`, which needs the package libtpu or JAX's CUDA plug-in but no such device, and one
-`lmt plan` without it. Results are saved one by one, and a second start continues after them. Takes half an hour of
-processor time for TPUs, minutes for GPUs.
+`lmt plan` without `--compile`. Results are saved one by one, and a second start skips the saved ones. Takes half an
+hour of processor time for TPUs, and minutes for GPUs.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Case(NamedTuple):
     model: str
     devices: str
     rows: int
-    """Rows of a microbatch; each device computes `microbatches` of them."""
+    """Number of rows of a microbatch. Each device computes `microbatches` microbatches."""
     microbatches: int
     determinism: str
     flags: str = ""
@@ -110,7 +110,7 @@ GPU = [
     *(Case("llama-70b", "64xH100", 1, 2, mode) for mode in ("fast", "layerwise")),
 ]
 COMPILERS = {"tpu": (TPU, "libtpu"), "gpu": (GPU, "jax-cuda12-plugin")}
-"""Kind of devices -> cases to compile for them, and the package of their compiler."""
+"""Maps each kind of device to the cases to compile for it, and to the package of its compiler."""
 NOTES = {
     "tpu": [
         "Over all chips of v5p:4x4x4 this compiler gathers by adding zeros and leaves sums whole, by all-reduces,",
@@ -120,11 +120,11 @@ NOTES = {
     ],
     "gpu": [],
 }
-"""Kind of devices -> notes for the reader of its table."""
+"""Maps each kind of device to notes for the readers of its table."""
 
 
 def run_plan_command(*options: str, flags: str = "") -> dict[str, Any]:
-    """The output of `lmt plan` with these options, and `flags` for the TPU compiler.
+    """Runs `lmt plan` with these options, and `flags` for the TPU compiler, and returns its output.
 
     Raises:
         RuntimeError: with the error message if planning fails.
@@ -140,7 +140,7 @@ def run_plan_command(*options: str, flags: str = "") -> dict[str, Any]:
 
 
 def compile_case(case: Case) -> dict[str, Any]:
-    """The plan of a case, or the reason for its failure."""
+    """Returns the plan of a case, or the reason why planning failed."""
     chips = parse_devices(case.devices).count
     model = {**MODELS[case.model], "gradient_checkpointing": True, "scan_layers": True}
     batch = {"train_batch_size": chips * case.rows * case.microbatches, "per_device_parallelism": case.rows}

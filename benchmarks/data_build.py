@@ -1,17 +1,18 @@
-"""Build speed of a token cache relative to the bare tokenizer: reading, checking and writing included.
+"""Compares the build speed of a token cache, including reading, checking and writing, with the bare tokenizer.
 
     python -m benchmarks.data_build
 
-The tokenizer encodes the same documents from memory, in batches of the builder's size; the builder reads them from a
-file, also with one tokenizer thread. They alternate in one process, and the medians over the rounds are reported, in
-wall time and in CPU seconds. Each turn uses new strings, as every document of a real build is new. In wall time, the
-builder reads and writes in parallel with the tokenizer if a core is free; CPU seconds show the cost. The text is the
-installed Python code, each file once, and each turn has a new thread: fastokens caches the words of a thread, and a
-real build sees each text once. The last column is the builder's share of the wall time if its CPU seconds kept all
-cores busy from start to end: the upper limit for any scheduling of the same work.
+The tokenizer encodes the same documents from memory, in batches of the builder's size. The builder reads them from a
+file, and is also timed with one tokenizer thread. Both alternate in one process, and the medians over the rounds are
+reported, in wall time and in CPU seconds. Each turn uses new strings, because every document of a real build is new. In
+wall time, the builder reads and writes in parallel with the tokenizer if a core is free, so only CPU seconds show the
+full cost. The text is the installed Python code, each file once. Each turn has a new thread, because fastokens caches
+words per thread and a real build sees each text once. The last column is the builder's relative speed in wall time if
+its CPU seconds kept all cores busy from start to end. This is the upper limit for any scheduling of the same work.
 
-A second table builds from eight files with one process and with one per core, alternating, including their start. A
-single process gives the tokenizer one thread per core, so both use all cores.
+A second table shows builds from eight files, with one process and with one process per core. They alternate, and the
+times include the start of the processes. A single process gives the tokenizer one thread per core, so both use all
+cores.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def main() -> None:
 
 
 def read_installed_code(max_bytes: int) -> list[str]:
-    """The installed Python code, file by file, up to a number of bytes."""
+    """Reads the installed Python code file by file, up to a number of bytes."""
     documents, total = [], 0
     for root in (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")):
         for file in sorted(Path(root).rglob("*.py")):
@@ -111,7 +112,7 @@ def read_installed_code(max_bytes: int) -> list[str]:
 
 
 def utf8_bytes(documents: list[str]) -> int:
-    """Total size in UTF-8 bytes."""
+    """Returns the total size of the documents in UTF-8 bytes."""
     return sum(len(text.encode()) for text in documents)
 
 
@@ -129,7 +130,7 @@ def write_sources(directory: Path, documents: list[str]) -> list[Path]:
 
 
 def compare_rates(documents: list[str], tokenizer: HfTokenizer, source: Path, rounds: int) -> list[tuple[Rate, Rate]]:
-    """The rates of the tokenizer and of the builder, round by round."""
+    """Measures the rates of the tokenizer and of the builder in each round."""
     config = DataConfig(train_urls=[str(source)])
     if source.suffix == ".txt":  # text files are split into pieces
         documents = [row.text for shard in config.shards("train") for row in shard.rows() if isinstance(row, Row)]
@@ -142,7 +143,7 @@ def compare_rates(documents: list[str], tokenizer: HfTokenizer, source: Path, ro
 
     pairs = []
     for number in range(rounds + 1):
-        # Python caches the UTF-8 encoding of a string once a tokenizer has asked for it.
+        # Python caches the UTF-8 encoding of a string when a tokenizer first requests it.
         texts = [str(document, "utf-8") for document in stored]
         pair = measure_rate(partial(encode_in_batches, texts, tokenizer), total), measure_rate(build, total)
         shutil.rmtree(f"{source}.cache")
@@ -161,12 +162,12 @@ def write_parts(directory: Path, documents: list[str]) -> list[Path]:
 
 
 def measure_scaling(paths: list[Path], tokenizer: HfTokenizer, rounds: int) -> list[str]:
-    """Columns of the second table."""
+    """Measures the columns of the second table."""
     config, stored = DataConfig(train_urls=[str(path) for path in paths]), sum(path.stat().st_size for path in paths)
     cache = paths[0].parent / "cache"
 
     def build(processes: int) -> tuple[float, float]:
-        """MB per second, and the average number of cores used by all processes."""
+        """Returns MB per second, and the average number of cores that all processes used."""
         started, used = time.perf_counter(), cpu_seconds_with_children()
         options = BuildOptions(num_workers=processes)
         Build("train", KvStore(str(cache)), config.shards("train"), tokenizer, options).run()
@@ -188,12 +189,12 @@ def measure_scaling(paths: list[Path], tokenizer: HfTokenizer, rounds: int) -> l
 
 
 def cpu_seconds_with_children() -> float:
-    """CPU seconds of this process and of its children that have ended."""
+    """Returns the CPU seconds of this process and of all its children that have ended."""
     return sum(os.times()[:4])
 
 
 def measure_rate(work: Callable[[], None], size: int) -> Rate:
-    """The rate of a function in a new thread."""
+    """Measures the rate at which `work`, in a new thread, processes `size` bytes."""
     clock, cpu = time.perf_counter(), time.process_time()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(work).result()

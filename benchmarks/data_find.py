@@ -1,10 +1,10 @@
-"""Scan rate of `lmt data find`, compared with a plain comparison of all tokens with one.
+"""Compares the scan rate of `lmt data find` with a plain comparison of all tokens with a single token.
 
     python -m benchmarks.data_find
 
-Tokens of the corpus included with Python, repeated to 400 million in 16 bits, so in the page cache; alternating, with
-medians of five, in wall time and in CPU seconds (two cores have two per second). The texts: one without occurrences,
-one of common words, and a single common word.
+The tokens of the corpus included with Python are repeated to 400 million tokens of 16 bits, which fit into the page
+cache. Both scans alternate. The medians of five turns are reported, in wall time and in CPU seconds (two cores have two
+per second). Three texts are searched: a text without occurrences, a text of common words, and a single common word.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 class MemoryMappedTokens:
-    """A memory map with the interface of a token stream."""
+    """A memory map of tokens with the interface of a token stream."""
 
     def __init__(self, tokens: np.ndarray):
         self.tokens = tokens

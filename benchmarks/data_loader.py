@@ -1,7 +1,7 @@
-"""Speed of loading training data, against a plain loop over a memory map, and the cost of a seek.
+"""Compares the speed of loading training data with a plain loop over a memory map, and times seeks.
 
-Every figure is CPU time (user and system, all threads), since wall time depends on other work on the machine. Both
-sides alternate within one process; reported are medians with the spread of the samples.
+Every figure is CPU time (user and system, all threads), because wall time depends on other work on the machine. Both
+sides alternate within one process. Medians are reported with the spread of the samples.
 
     python -m benchmarks.data_loader                     # synthetic tokens in a temporary directory
     python -m benchmarks.data_loader --json loader.json
@@ -38,7 +38,7 @@ SEEKS = (0, 10**3, 10**6, 10**9)
 
 
 def write_tokens(directory: Path, parts: int) -> tuple[Ledger, np.ndarray]:
-    """Writes parts of random tokens, with document lengths as in web text; returns the ledger and the lengths."""
+    """Writes parts of random tokens with document lengths as in web text. Returns the ledger and the lengths."""
     rng = np.random.default_rng(0)
     (directory / "parts").mkdir()
     names = [f"00000-{part:05d}" for part in range(parts)]
@@ -54,7 +54,7 @@ def write_tokens(directory: Path, parts: int) -> tuple[Ledger, np.ndarray]:
 
 
 def make_plain_loop(directory: Path, parts: int, batch: int, seq_len: int) -> Callable[[int], None]:
-    """A hand-written loader: rows at random offsets of memory-mapped files, copied one by one, ignoring documents."""
+    """Makes a plain loader, which copies rows from random offsets of memory-mapped files and ignores documents."""
     maps = [np.memmap(directory / f"parts/00000-{part:05d}.bin", DTYPE, "r") for part in range(parts)]
     order = np.random.default_rng(0).permutation(parts * PART // seq_len - 1)
 
@@ -69,7 +69,7 @@ def make_plain_loop(directory: Path, parts: int, batch: int, seq_len: int) -> Ca
 
 
 def cpu_seconds_per_step(run: Callable[[int], object], steps: range) -> float:
-    """CPU seconds per step."""
+    """Measures the CPU seconds per step."""
     started = time.process_time()
     for step in steps:
         run(step)
@@ -77,7 +77,7 @@ def cpu_seconds_per_step(run: Callable[[int], object], steps: range) -> float:
 
 
 def iterator_cpu_seconds_per_step(order: TrainOrder, batch: int, steps: int) -> float:
-    """CPU seconds per step through the prefetch threads; prefetched but unused steps are included."""
+    """Measures the CPU seconds per step with prefetch threads, including steps that are prefetched but not used."""
     ahead = 6
     iterator = TrainIterator(order, BatchSchedule.constant(batch), range(batch), range(steps + ahead))
     for _ in range(ahead):

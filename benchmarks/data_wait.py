@@ -1,9 +1,9 @@
-"""Fraction of a run's time spent waiting for data, from `throughput/data_wait` in its metrics.
+"""Measures the fraction of a run's time spent waiting for data, which is `throughput/data_wait` in its metrics.
 
     python -m benchmarks.data_wait
 
-Runs a small configuration, shortened, in a temporary directory. On a CPU, the prefetch threads compete with the
-training step for cores, so only waiting during a step is measured.
+Runs a shortened small configuration in a temporary directory. On a CPU, the prefetch threads compete with the training
+step for cores, so only the waiting time during a step is measured.
 """
 
 from __future__ import annotations

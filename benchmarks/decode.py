@@ -1,6 +1,6 @@
-"""Speed of greedy decoding compared with transformers, on the same weights, in one run.
+"""Compares the speed of greedy decoding with transformers, on the same weights and in the same process.
 
-Needs the extra `test`. Prints a table; `--out FILE` writes it.
+Needs the extra `test`. Prints a table, or writes it to a file with `--out FILE`.
 
     python -m benchmarks.decode --out benchmarks/results/2-core-epyc/decode.md
 """
@@ -21,7 +21,7 @@ from benchmarks.setting import describe_load, describe_setting, markdown_table
 
 PROMPT, NEW = 64, 64
 SIZES = {"30M": (384, 8, 1024, 8192), "124M": (768, 12, 2048, 32000)}
-"""Name -> width, layers, width of the MLP, vocabulary."""
+"""Width, number of layers, MLP width and vocabulary size of each model by name."""
 
 
 def main() -> None:

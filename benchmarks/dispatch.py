@@ -1,11 +1,11 @@
-"""Host cost of dispatching the programs of a layerwise step.
+"""Measures the host cost of dispatching the programs of a layerwise step.
 
     python -m benchmarks.dispatch --step-seconds 6.8
 
-Uses a tiny Llama with negligible computation, but as many layers and microbatches per device as a large model: the
-remaining time is Python's and the runtime's. Measured is the processor time of the dispatching thread, to exclude other
-work on the machine; small programs computed in this thread by the runtime are included, so the figures are upper
-bounds. `--step-seconds` is the step time of the large model on its devices.
+Uses a tiny Llama with negligible computation, but with as many layers and microbatches per device as a large model. The
+remaining time is spent in Python and the runtime. The figures are the processor time of the dispatching thread, which
+excludes other work on the machine. They are upper bounds, because they include small programs that the runtime computes
+in this thread. `--step-seconds` is the step time of the large model on its devices.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def config_of(determinism: str, chosen: argparse.Namespace) -> Any:
 
 
 def measure(determinism: str, chosen: argparse.Namespace) -> tuple[float, int]:
-    """Median seconds of the dispatching thread per step, and the number of programs per device and step."""
+    """Returns the median seconds per step of the dispatching thread, and the number of programs per device and step."""
     import jax
 
     from lm_trainer.plan.memory import StepMemory
@@ -68,7 +68,7 @@ def measure(determinism: str, chosen: argparse.Namespace) -> tuple[float, int]:
         seconds.append(time.thread_time() - started)
         jax.block_until_ready((state.params, metrics))
     runs = StepMemory(config, VOCAB, jax.devices(), "cpu").run_counts()
-    # The first two steps warm up caches.
+    # The first two steps only warm up caches.
     return statistics.median(seconds[2:]), sum(runs.values())
 
 

@@ -1,15 +1,16 @@
-"""The cost of elastic determinism: step time, memory and traffic of `elastic` and `layerwise` steps against `fast`.
+"""Cost of elastic determinism: compares time, memory and traffic of `elastic` and `layerwise` steps with `fast`.
 
-All kinds train the same model with the same global batch, and alternate step by step, so that drifts of the machine's
-speed affect all of them equally; they pass the state on to each other. `fast` computes a device's rows at once, or, as
-another kind, in the microbatches of `elastic`. Activations are saved for the gradient, except in the recomputing kinds.
+All kinds train the same model with the same global batch. They alternate step by step and pass the state on to each
+other, so that changes of the machine's speed affect all of them equally. `fast` computes all rows of a device at once.
+Another kind of `fast` computes them in the microbatches of `elastic`. Activations are saved for the gradient, except in
+the recomputing kinds.
 
     python -m benchmarks.elastic_cost                  # 1, 2, 4 and 8 emulated devices, or all GPUs
     python -m benchmarks.elastic_cost --devices 1 --results benchmarks/results/elastic_cost.md
     python -m benchmarks.elastic_cost --shape llama-30m --batch 8 --kinds elastic layerwise fast
 
-Emulated devices share the cores of the machine: with more devices than cores, times show the overhead of dividing the
-work, but not the speed-up.
+Emulated devices share the cores of the machine. With more devices than cores, the times show the overhead of dividing
+the work, but not the speed-up.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one kind of step on some devices."""
+    """Cost of one kind of step on a number of devices."""
 
     seconds: list[float]
     cpu: list[float]
-    """CPU seconds of all threads of the process, in the same steps."""
+    """CPU seconds of all threads of the process in each of the same steps."""
     temporary: float
-    """Temporary bytes per device, of the largest program."""
+    """Bytes of temporary memory per device of the largest program."""
     planned: int
-    """Peak bytes per device, as planned by `lmt plan`."""
+    """Peak bytes per device that `lmt plan` predicts."""
     sent: dict[str, float]
-    """Bytes sent by each device per step, by collective."""
+    """Bytes that each device sends per step, by collective."""
 
 
 def build_setup_of_kind(kind: str, devices: int, size: argparse.Namespace) -> Any:
-    """The training setup for the model of `size`."""
+    """Builds the training setup for the model that `size` selects."""
     import jax
 
     from lm_trainer.run.build.setup import build_setup
@@ -89,7 +90,7 @@ def build_setup_of_kind(kind: str, devices: int, size: argparse.Namespace) -> An
 
 
 def select_shape(size: argparse.Namespace) -> Shape:
-    """The model selected by the options."""
+    """Returns the model that the options select."""
     custom = Shape(
         "gpt2", size.layers, size.hidden, size.hidden // 64, seq_len=size.seq_len, rows=size.batch, vocab=2048
     )
@@ -97,7 +98,7 @@ def select_shape(size: argparse.Namespace) -> Shape:
 
 
 def make_batch(size: argparse.Namespace) -> Any:
-    """Random rows for the model."""
+    """Makes a batch of random rows for the model."""
     from lm_trainer.profile.workload import random_batch
 
     shape = select_shape(size)
@@ -105,7 +106,7 @@ def make_batch(size: argparse.Namespace) -> Any:
 
 
 def make_timed_step(setup: Any, size: argparse.Namespace) -> Callable[[Any], tuple[Any, float, float]]:
-    """A function that advances a state by one step, and returns its seconds and CPU seconds too."""
+    """Makes a function that advances a state by one step, and returns it with the step's wall and CPU seconds."""
     import jax
 
     batch = make_batch(size)
@@ -122,20 +123,20 @@ def make_timed_step(setup: Any, size: argparse.Namespace) -> Callable[[Any], tup
 
 
 def measure(devices: int, size: argparse.Namespace) -> dict[str, Cost]:
-    """Measures all kinds on some devices, alternating."""
-    # With 8 devices each has one microbatch, so both kinds of `fast` are the same.
+    """Measures all kinds on a number of devices, alternating between the kinds."""
+    # With 8 devices, each device has one microbatch, so both kinds of `fast` are the same.
     kinds = [kind for kind in size.kinds if not (kind == "fast in microbatches" and devices == 8)]
     programs = {kind: build_setup_of_kind(kind, devices, size) for kind in kinds}
     state = programs[kinds[0]].init()
     runs = {kind: make_timed_step(setup, size) for kind, setup in programs.items()}
     for run in runs.values():
-        # The first kind compiles programs that the others reuse.
+        # The first kind compiles programs that the other kinds reuse.
         for _ in range(2):
             state, _, _ = run(state)
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     cpu: dict[str, list[float]] = {kind: [] for kind in kinds}
     for turn in range(size.pairs):
-        # Reverse every other turn, so that no kind always follows the same one.
+        # Reverse every other turn, so that no kind always follows the same kind.
         for kind in kinds if turn % 2 else reversed(kinds):
             state, elapsed, used = runs[kind](state)
             seconds[kind].append(elapsed)
@@ -144,7 +145,7 @@ def measure(devices: int, size: argparse.Namespace) -> dict[str, Cost]:
 
 
 def read_program_figures(kind: str, devices: int, size: argparse.Namespace) -> tuple[float, int, dict[str, float]]:
-    """Figures of the compiled programs of a step: `temporary`, `planned` and `sent` of `Cost`."""
+    """Reads `temporary`, `planned` and `sent` of `Cost` from the compiled programs of a step."""
     import jax
 
     from lm_trainer.parallel.rehearsal import on_one_shard
@@ -165,14 +166,14 @@ def read_program_figures(kind: str, devices: int, size: argparse.Namespace) -> t
 
 
 def measure_peak_bytes(kind: str, devices: int, size: argparse.Namespace) -> float:
-    """Peak memory of a device over some steps, if the backend reports it; measured in a new process."""
+    """Measures the peak memory of a device over some steps in a new process, if the backend reports it."""
     command = [*SELF, "--peak-of", kind, "--devices", str(devices), *size.forwarded]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])
 
 
 def table_lines(counts: Sequence[int], size: argparse.Namespace) -> Iterator[str]:
-    """Measures each number of devices in a new process: unused devices would mean unused threads."""
+    """Measures each number of devices in a new process, because unused devices would have unused threads."""
     yield (
         "| devices | step | median ms | spread ms | CPU ms | time / fast | CPU / fast | time / elastic | CPU / elastic "
         "| temporary MiB | planned MiB | peak MiB | sent MiB | of a ring's |"
@@ -185,14 +186,14 @@ def table_lines(counts: Sequence[int], size: argparse.Namespace) -> Iterator[str
 
 
 def table_rows(devices: int, size: argparse.Namespace) -> Iterator[str]:
-    """The table rows for a number of devices."""
+    """Yields the table rows for a number of devices."""
     import jax
 
     with_peak = jax.devices()[0].memory_stats() is not None
     costs = measure(devices, size)
     ring = 2 * (devices - 1) / devices * parameter_bytes(size)
     for kind, cost in costs.items():
-        # Recomputing kinds are compared with recomputing kinds.
+        # Kinds with recomputation are compared only with each other.
         baselines = [costs.get(baseline + RECOMPUTING * kind.endswith(RECOMPUTING)) for baseline in ("fast", "elastic")]
         ratios = " | ".join(
             f"{median_ratio(cost.seconds, baseline.seconds)} | {median_ratio(cost.cpu, baseline.cpu)}"
@@ -212,12 +213,12 @@ def table_rows(devices: int, size: argparse.Namespace) -> Iterator[str]:
 
 
 def median_ratio(values: Sequence[float], baseline: Sequence[float]) -> str:
-    """Median over the turns of the ratio of a value to the baseline in the same turn."""
+    """Formats the median over all turns of the ratio between a value and the baseline in the same turn."""
     return f"{statistics.median(a / b for a, b in zip(values, baseline, strict=True)):.3f}"
 
 
 def parameter_bytes(size: argparse.Namespace) -> float:
-    """Bytes of all parameters in the dtype used for communication."""
+    """Returns the bytes of all parameters in the dtype that is used for communication."""
     shapes = build_setup_of_kind(size.kinds[0], 1, size).model.shapes.values()
     return float(sum(x.size * x.dtype.itemsize for x in shapes))
 

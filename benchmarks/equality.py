@@ -1,10 +1,10 @@
-"""Checks that runs are bit-identical on any devices and processes: a table of hashes, and random runs.
+"""Checks that runs are bitwise identical on any devices and processes, with a table of hashes and random runs.
 
-The table trains one tiny model for 50 steps on each division into processes and devices, by `lmt launch local`, and
-compares the loss of every step and all final weights. With `--killed` its last row is a run whose processes are killed
-every few steps, and which resumes with other processes and devices each time. The random runs come from
-tests/step/random_runs.py, each on one device and on another mesh. Results are saved one by one, and a second start
-continues after them.
+For the table, `lmt launch local` trains one tiny model for 50 steps with each combination of processes and devices. The
+loss of every step and all final weights are compared. With `--killed`, the last row is a run whose processes are killed
+every few steps, and which resumes each time with other processes and devices. The random runs come from
+tests/step/random_runs.py. Each runs on one device and on another mesh. Results are saved one by one, and a second start
+skips the saved ones.
 
     python benchmarks/equality.py --out benchmarks/results/equality.md
     python benchmarks/equality.py --killed --determinism layerwise --out ...
@@ -44,7 +44,7 @@ RUN: dict[str, Any] = {
     "data": {"tokenizer": "bytes", "num_workers": 0},
     "trainer": {
         "id": "run",
-        # On a CPU, XLA splits sums by its number of threads: every division uses the same number.
+        # On a CPU, XLA splits sums by the number of threads, so every combination uses the same number of threads.
         "cpu_threads": DEVICES,
         "train_batch_size": 16,
         "elastic_shards": 8,
@@ -56,7 +56,7 @@ RUN: dict[str, Any] = {
     },
     "optimizer": {"learning_rate": 3e-3, "warmup": 0.1},
 }
-"""Uses dropout, mixed precision and recomputation."""
+"""Configuration with dropout, mixed precision and recomputation."""
 RUN["model"] |= {"resid_pdrop": 0.1, "embed_pdrop": 0.1, "attn_pdrop": 0.1, "gradient_checkpointing": True}
 RUN["trainer"] |= {"mp": "p=f32,c=bfloat16", "determinism": "elastic"}
 
@@ -74,12 +74,12 @@ DIVISIONS: list[tuple[int, int, tuple[str, ...]]] = [
     (1, 7, ()),
     (3, 2, ()),
 ]
-"""Processes, devices per process, and overrides for the sharding of the state."""
+"""Number of processes, number of devices per process, and overrides for the sharding of the state."""
 
 CHANGES = [(1, 1), (1, 3), (2, 2), (1, 6), (4, 1), (1, 7), (2, 4)]
-"""Successive processes and devices per process of the killed run."""
+"""Numbers of processes and of devices per process of the successive attempts of the killed run."""
 SAVE_EVERY = 3
-"""Steps between checkpoints of the killed run."""
+"""Number of steps between checkpoints of the killed run."""
 
 
 def write_run(directory: Path) -> Path:
@@ -93,7 +93,7 @@ def write_run(directory: Path) -> Path:
 
 
 def train(config: Path, processes: int, devices: int, overrides: tuple[str, ...]) -> dict[str, str]:
-    """Trains one run in a new directory; returns the hashes of its results."""
+    """Trains one run in a new directory. Returns the hashes of its results."""
     directory = config.parent / "-".join([str(processes), str(devices), *overrides]).replace("/", "_")
     directory.mkdir()
     wait_for_launcher(launch(config, directory, processes, devices, overrides))
@@ -101,7 +101,7 @@ def train(config: Path, processes: int, devices: int, overrides: tuple[str, ...]
 
 
 def train_killed(config: Path) -> dict[str, str]:
-    """Trains one run, killed on each division into processes and devices but the last."""
+    """Trains one run that is killed with each combination of processes and devices except the last."""
     directory = config.parent / "killed"
     directory.mkdir()
     metrics, began = directory / "logs" / "run" / "metrics.jsonl", []
@@ -118,7 +118,7 @@ def train_killed(config: Path) -> dict[str, str]:
         ):
             time.sleep(0.005)
         if launcher.poll() is None:
-            # Kill the processes directly: the launcher would ask them to stop, and they would save.
+            # Kill the processes directly, because the launcher would ask them to stop and they would save.
             for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
                 os.kill(int(child), signal.SIGKILL)
         output = launcher.communicate()[0]
@@ -159,12 +159,12 @@ def last_step(metrics: Path) -> int:
 
 
 def hash_results(directory: Path) -> dict[str, str]:
-    """The hashes of a finished run's results."""
+    """Returns the hashes of a finished run's results."""
     from lm_trainer.core.tree import named_leaves
     from lm_trainer.run.weights.saved_model import load_model
 
     log = directory / "logs" / "run"
-    # Numbers stay text, to hash the digits in the file.
+    # Numbers stay text, so that the digits in the file are hashed.
     lines = [json.loads(line, parse_float=str) for line in (log / "metrics.jsonl").read_text().splitlines()]
     keys = ("train/loss", "optim/grad_norm", "eval/loss")
     # A run with more checkpoints has more fingerprint lines.
@@ -183,7 +183,7 @@ def hash_results(directory: Path) -> dict[str, str]:
 def compare_random_runs(
     kind: str, count: int, steps: int, write: Callable[[str, Any], None], results: dict[str, Any]
 ) -> None:
-    """Compares the missing runs of one kind, each over a number of steps."""
+    """Compares those runs of one kind that have no saved result, each over a number of steps."""
     from tests.step import random_runs
 
     random_runs.STEPS = steps

@@ -1,10 +1,10 @@
-"""Times a run from an empty cache to its first batch and its first finished step.
+"""Times a run with an empty cache up to its first batch, and up to the end of its first step.
 
     python -m benchmarks.first_batch
 
-The text is the embedded corpus repeated several times as JSON lines, so that building the complete cache takes much
+The text is the embedded corpus, repeated several times as JSON lines, so that building the complete cache takes much
 longer than the first batch. Each round is a new process that tokenises with a previously trained tokenizer. Times are
-wall time from the start of `open_data`, and processor seconds of this process and its workers since then; if these are
+wall time since the start of `open_data`, and processor seconds of this process and its workers since then. If these are
 far apart, the machine was busy with other work.
 """
 
@@ -128,7 +128,7 @@ def seconds_since(start: tuple[float, float], name: str) -> dict[str, float]:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and of its workers; on Linux including running workers."""
+    """Returns the CPU seconds of this process and its workers, on Linux including workers that are still running."""
     total = sum(os.times()[:4])
     for worker in multiprocessing.active_children():
         stat = Path(f"/proc/{worker.pid}/stat")

@@ -1,11 +1,11 @@
-"""Runs all GPU-only measurements, one after another, in under 25 minutes of GPU time.
+"""Runs all measurements that need a GPU, one after another, in under 25 minutes of GPU time.
 
     python -m benchmarks.gpu --results benchmarks/results/1xH100
     python -m benchmarks.gpu --only mfu determinism
     python -m benchmarks.gpu --small               # the same on small shapes, without a GPU
 
-Every part is a separate command with a time limit, and its output goes to a file in `--results`. A failed part is named
-at the end, and the others continue.
+Every part is a separate command with a time limit, and its output goes to a file in `--results`. If a part fails, the
+others continue, and the failed part is named at the end.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _SMALL_LLAMA = ["model.num_kv_heads=1", "model.intermediate_dim=64"]
 
 @dataclass(frozen=True)
 class BenchmarkPart:
-    """One or several commands, which all must succeed."""
+    """One or several commands, all of which must succeed."""
 
     name: str
     description: str
     commands: tuple[list[str], ...]
     minutes: float
-    """Time limit."""
+    """Time limit in minutes."""
 
 
 def make_parts(small: bool, directory: Path) -> Iterator[BenchmarkPart]:
-    """All parts in order of importance."""
+    """Yields all parts in order of importance."""
     gpt2, llama = (_workload_arguments(name, small) for name in ("gpt2_124m", "llama_1b"))
     repeats = ["--repeats", "2"] if small else []
     mfu = [[*LMT, "bench", "mfu", *of, "--roofline"] for of in (gpt2, llama)]
@@ -57,7 +57,7 @@ def make_parts(small: bool, directory: Path) -> Iterator[BenchmarkPart]:
     shapes = ("tiny", "llama-tiny") if small else ("124m-gpu", "llama-1b")
     turns = ["--turns", "1" if small else "9"]
     yield BenchmarkPart("peers_gpt2", "GPT-2 beside PyTorch and plain JAX", (_peers_command(shapes[0], turns),), 5)
-    # Each of these holds 20 GB of weights and moments, so only two run at a time.
+    # Each of these kinds needs 20 GB for weights and moments, so only two run at a time.
     pairs = [["lmt", "torch compile"], ["lmt", "lmt fast"], ["lmt", "jax twin"]]
     yield BenchmarkPart(
         "peers_llama", "Llama beside each", tuple(_peers_command(shapes[1], [*turns, "--kinds", *p]) for p in pairs), 6
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def run(part: BenchmarkPart, directory: Path, results: Path | None) -> bool:
-    """Runs a part and shows its output; True if all its commands succeeded."""
+    """Runs a part and shows its output. Returns True if all its commands succeeded."""
     print(f"\n# {part.name}: {part.description}\n", flush=True)
     started, text = time.monotonic(), [f"{part.description}: {describe_setting('jax', 'jaxlib', 'torch')}\n"]
     good = True

@@ -1,8 +1,8 @@
-"""Checks for leaks: a long run with many saves, and many runs in one process and one directory.
+"""Checks for leaks in a long run with many saves, and in many runs in one process and one directory.
 
     python -m benchmarks.growth --table benchmarks/results/2-core-epyc/growth.md
 
-Memory, open files and threads are read from /proc (Linux), from the end of compilation to the end of the run.
+Memory, open files and threads are read from /proc (Linux) between the end of compilation and the end of the run.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ STEPS, SAVE_EVERY, RUNS = 3000, 10, 300
 
 
 class Usage(NamedTuple):
-    """Resources held by a process."""
+    """Resources that a process uses."""
 
     memory_mb: float
-    """Resident memory."""
+    """Resident memory in MB."""
     files: int
     threads: int
 
@@ -46,7 +46,7 @@ class Usage(NamedTuple):
 
 
 def write_config(directory: Path, steps: int, save_every: int) -> Path:
-    """Configures a tiny model on the language reference included with Python; JSON is YAML."""
+    """Writes a configuration of a tiny model on the language reference included with Python, as JSON (valid YAML)."""
     (directory / "train.txt").write_text("\n".join(pydoc_data.topics.topics.values()), encoding="utf-8")
     model = {"type": "gpt2", "seq_len": 32, "hidden_dim": 32, "num_layers": 1, "num_heads": 2}
     checkpointer = {"save_interval": "1h", "keep": [{"every": save_every}]}
@@ -60,7 +60,7 @@ def write_config(directory: Path, steps: int, save_every: int) -> Path:
 
 
 def measure_long_run(directory: Path, steps: int) -> list[list[str]]:
-    """Trains one run in a new process; returns a row for every sixth of its steps."""
+    """Trains one run in a new process. Returns one row for each sixth of the run."""
     config = write_config(directory, steps, SAVE_EVERY)
     metrics, rows = directory / "logs/run/metrics.jsonl", []
     marks = [steps * part // 6 for part in range(1, 6)]
@@ -87,7 +87,7 @@ def measure_long_run(directory: Path, steps: int) -> list[list[str]]:
 
 
 def measure_many_runs(directory: Path, config: Path, count: int) -> list[list[str]]:
-    """Trains runs of a configuration one after another in this process; returns rows for some of them."""
+    """Trains runs of a configuration one after another in this process. Returns rows for some of the runs."""
     from lm_trainer.config.loader import load as load_config
     from lm_trainer.run.config.run_config import RunConfig
     from lm_trainer.run.train import train
@@ -112,7 +112,7 @@ def measure_many_runs(directory: Path, config: Path, count: int) -> list[list[st
 
 
 def measure_start_seconds(directory: Path, name: str) -> float:
-    """Duration of a two-step run in a new process, from the command to its end."""
+    """Measures the duration of a two-step run in a new process, from the start of the command to its end."""
     began = time.perf_counter()
     command = [*LMT, "train", str(directory / "run.yaml"), f"trainer.id={name}"]
     subprocess.run(command, cwd=directory, check=True, capture_output=True)

@@ -1,6 +1,6 @@
-"""Times lm-evaluation-harness with the model of this package and with its own transformers model, on the same weights.
+"""Times lm-evaluation-harness with the model of this package and with its transformers model, on the same weights.
 
-Needs the extras `eval` and `test`. Prints a table; `--out FILE` writes it.
+Needs the extras `eval` and `test`. Prints a table, or writes it to a file with `--out FILE`.
 
     python -m benchmarks.harness --out benchmarks/results/2-core-epyc/harness.md
 """
@@ -64,7 +64,7 @@ def measure(scratch: Path, repeats: int) -> list[str]:
             ),
         }
         seconds: dict[str, list[float]] = {kind: [] for kind in runs}
-        # One untimed turn first, since the first call compiles.
+        # The first turn is not timed, because the first call compiles.
         for turn in range(repeats + 1):
             for kind, run in runs.items():
                 start = time.perf_counter()

@@ -1,11 +1,11 @@
-"""Host memory needed to start from a large Hugging Face checkpoint.
+"""Measures the host memory needed to start from a large Hugging Face checkpoint.
 
     python benchmarks/import_memory.py [--gigabytes 1.5] [--devices 8]
 
-Makes a random Llama checkpoint of this size in bfloat16, in several files, reads it in a new process to emulated CPU
-devices, with sharded float32 parameters, and prints the peak memory of the process beyond its memory before. On CPUs
-the parameters themselves are in host memory: this local share is subtracted. The remainder must stay below 1.5 times
-the largest file.
+Makes a random Llama checkpoint of the given size in bfloat16 and in several files. A new process reads it to emulated
+CPU devices, as sharded float32 parameters. Prints the increase of the process's memory from before reading to its peak.
+On CPUs the parameters themselves are in host memory, so their size is subtracted. The remainder must be below 1.5 times
+the size of the largest file.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _measure_in_own_process(directory: Path, devices: int) -> str:
 
 
 def write_checkpoint(directory: Path, gigabytes: float) -> int:
-    """Writes the checkpoint, a few layers per file; returns the bytes of the largest file."""
+    """Writes the checkpoint with a few layers per file. Returns the size of the largest file in bytes."""
     import ml_dtypes
     import numpy as np
     from safetensors.numpy import save_file
@@ -59,7 +59,7 @@ def write_checkpoint(directory: Path, gigabytes: float) -> int:
     from lm_trainer.models import LlamaConfig, hf
     from lm_trainer.models.hf_table import file_name, file_tensors
 
-    # Bytes in bfloat16: attention has four square matrices, the MLP three.
+    # Bytes in bfloat16. Attention has four square matrices, and the MLP has three matrices.
     per_layer = 2 * (4 * WIDTH**2 + 3 * WIDTH * INNER)
     layers = max(2, round((gigabytes * 1e9 - 4 * VOCAB * WIDTH) / per_layer))
     config = LlamaConfig(
@@ -73,7 +73,7 @@ def write_checkpoint(directory: Path, gigabytes: float) -> int:
     size = 0
     for name in sorted(shapes):
         size += 2 * int(np.prod(shapes[name]))
-        # About five files, to make the largest much smaller than the checkpoint.
+        # About five files, so that the largest file is much smaller than the checkpoint.
         if size > gigabytes * 1e9 / 5:
             files.append([])
             size = 0
@@ -91,7 +91,7 @@ def write_checkpoint(directory: Path, gigabytes: float) -> int:
 
 
 def measure(directory: Path) -> dict[str, int]:
-    """Bytes before, at the peak of and after reading, and bytes of the parameters in this process."""
+    """Measures memory in bytes before, at the peak of and after reading, and the size of this process's parameters."""
     import jax
     import jax.numpy as jnp
 
@@ -103,7 +103,7 @@ def measure(directory: Path) -> dict[str, int]:
     source = HfCheckpoint.open(config)
     config = config.model_copy(update={"model": source.config})
     setup = build_setup(config, source.vocab_size)
-    # The first computation starts threads and pools of XLA, whose memory must not be counted.
+    # The first computation starts XLA's threads and memory pools, whose memory must not be counted.
     jax.block_until_ready(jnp.zeros(8) + 1)
     baseline = _status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak

@@ -1,10 +1,10 @@
-"""Trains a model layer by layer too large to train as one program: planned peaks of both, and the measured peak.
+"""Trains a model layer by layer that is too large to train as one program, and compares planned and measured peaks.
 
     python -m benchmarks.layerwise_size --layers 14 --limit-gib 13
 
-A Llama with bfloat16 computation, and weights and AdamW state in float32, on 8 emulated CPU devices in the memory of
-one process: figures of the process are about 8 times the figures of a device. `elastic` is only planned. The process
-ends itself before exceeding the limit.
+The model is a Llama with bfloat16 computation, and float32 weights and AdamW state, on 8 emulated CPU devices. The
+devices share the memory of one process, so figures of the process are about 8 times the figures of a device. `elastic`
+is only planned. The process ends itself before it exceeds the limit.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def config_of(determinism: str, size: argparse.Namespace) -> Any:
 
 
 def plan_peak_phase(determinism: str, size: argparse.Namespace) -> Any:
-    """The phase with the highest peak on a device."""
+    """Plans the run, and returns the phase with the highest peak on a device."""
     import jax
 
     from lm_trainer.plan.memory import StepMemory
@@ -61,7 +61,7 @@ def plan_peak_phase(determinism: str, size: argparse.Namespace) -> Any:
 
 
 def train(size: argparse.Namespace) -> None:
-    """Trains some steps on random tokens, the same in each."""
+    """Trains some steps, all on the same random tokens."""
     import jax
 
     from lm_trainer.profile.workload import random_batch
@@ -80,12 +80,12 @@ def train(size: argparse.Namespace) -> None:
 
 
 def peak_gib() -> float:
-    """Peak memory of the process."""
+    """Returns the peak memory of the process in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def start_memory_guard(limit_gib: float) -> None:
-    """Ends the process immediately if it exceeds the limit."""
+    """Starts a thread that ends the process immediately if it exceeds the limit."""
 
     def watch() -> None:
         while True:
@@ -111,7 +111,7 @@ def main() -> None:
 
     from lm_trainer.core.runtime import set_cpu_threads
 
-    # Keep the default allocator settings: freed memory is returned, so the peak is memory really in use.
+    # Keeps the default allocator settings, which return freed memory, so the peak is memory that is really in use.
     set_cpu_threads(DEVICES)
 
     import jax

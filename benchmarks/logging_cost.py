@@ -1,9 +1,9 @@
-"""The cost of logging every step: a run that logs all of its steps next to one that logs none, alternating.
+"""Measures the cost of logging every step: a run that logs all steps alternates with a run that logs none.
 
     python -m benchmarks.logging_cost
 
 Both are complete runs of `Trainer` with the default trackers, in one process, on the same random batches. They
-alternate every few steps; a turn ends when its last step is finished.
+alternate every few steps. A turn ends when its last step is finished.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def start_run(shape: str, directory: Path, every: int, steps: int, stack: ExitStack) -> Callable[[int], float]:
-    """A function that continues a run for a number of steps, and returns their duration in seconds."""
+    """Returns a function that continues a run for a number of steps, and returns their duration in seconds."""
     import jax
 
     from benchmarks.peers.lmt_step import run_config

@@ -1,8 +1,8 @@
 """Trains a GPT-2 configuration with transformers and plain PyTorch, and compares the losses with a run.
 
-The plain loop starts from the same state as `lmt train`: the same initial weights, batches in the same order, the same
-schedule. Everything else is PyTorch's own: model, autograd, clipping, AdamW. Losses agree until rounding differences
-have grown over the steps; the validation losses at the end show whether more than rounding differs.
+The plain loop starts from the same initial weights as `lmt train`, with the same order of batches and the same
+schedule. Model, autograd, clipping and AdamW are PyTorch's. Losses agree until rounding differences have grown over the
+steps. The validation losses at the end show whether there are differences other than rounding.
 
     lmt train configs/gpt2_nano.yaml trainer.id=nano
     python benchmarks/plain_reference.py configs/gpt2_nano.yaml logs/nano
@@ -31,14 +31,14 @@ from lm_trainer.step.state.train_state import to_host
 
 
 def attention_mask(segments: np.ndarray) -> torch.Tensor:
-    """[B, 1, S, S] for transformers: 0 for visible positions, the smallest number for all others."""
+    """Makes a mask [B, 1, S, S] for transformers: 0 for visible positions, and the smallest number for all others."""
     positions = np.arange(segments.shape[1])
     allowed = (positions[:, None] >= positions[None, :]) & (segments[:, :, None] == segments[:, None, :])
     return torch.where(torch.tensor(allowed), 0.0, torch.finfo(torch.float32).min)[:, None]
 
 
 def sum_losses(model: Any, batch: Batch) -> tuple[torch.Tensor, float]:
-    """The sum of the weighted losses and the sum of the weights."""
+    """Returns the sum of the weighted losses, and the sum of the weights."""
     tokens, targets = (torch.tensor(np.asarray(x), dtype=torch.long) for x in (batch.tokens, batch.targets))
     positions = torch.tensor(np.asarray(batch.positions), dtype=torch.long)
     mask = attention_mask(np.asarray(batch.segments))
@@ -49,7 +49,7 @@ def sum_losses(model: Any, batch: Batch) -> tuple[torch.Tensor, float]:
 
 
 def torch_model(config: RunConfig, setup: Any, eos_id: int) -> tuple[Any, torch.optim.Optimizer]:
-    """The same initial weights in transformers, and AdamW over the same two groups."""
+    """Makes a transformers model with the same initial weights, and AdamW with the same two parameter groups."""
     params = to_host(setup.init().params)
     tensors = hf.params_to_hf(config.model, setup.model.nest(params))
     vocab_size = len(params["embed.tokens"])

@@ -1,12 +1,12 @@
-"""The error of `lmt plan` against the memory used in training.
+"""Measures the error of `lmt plan`, compared with the memory that training uses.
 
     python benchmarks/plan_error.py [--results FILE] [SHAPE ...]
 
-Every shape is trained for some steps in a new process, and its peak is measured in two ways, both independent of the
-plan's phases:
+Trains every shape for some steps in a new process. The peak is measured in two ways, both independent of the plan's
+phases:
 
 - live: at each call of a program, the bytes of all arrays on the first device, each buffer once, plus the memory that
-  the program adds according to XLA. It counts everything that the Python code keeps alive.
+  the program adds according to XLA. This includes everything that the Python code keeps alive.
 - kernel: the peak resident memory of the process according to Linux, minus the remainder after deleting the state. The
   allocator is configured to return large blocks immediately, so resident memory follows allocations. One device only:
   emulated devices reach their peaks at different times.
@@ -83,7 +83,7 @@ VOCAB, STEPS = 2048, 3
 
 
 def config_of(shape: dict[str, Any]) -> Any:
-    """The configuration of a shape."""
+    """Returns the configuration of a shape."""
     from lm_trainer.run.config.run_config import RunConfig
 
     sections = {name: value for name, value in shape.items() if name != "devices"}
@@ -91,7 +91,7 @@ def config_of(shape: dict[str, Any]) -> Any:
 
 
 def live_bytes(device: Any) -> int:
-    """Bytes of all arrays on a device; arrays with a shared buffer count once."""
+    """Counts the bytes of all arrays on a device. Arrays that share a buffer count once."""
     import jax
 
     buffers = {}
@@ -104,7 +104,7 @@ def live_bytes(device: Any) -> int:
 
 @contextmanager
 def watch_memory(device: Any) -> Iterator[list[int]]:
-    """Collects the bytes in use on `device` during every program of a step."""
+    """Collects the number of bytes in use on `device` during every program of a step."""
     import jax
 
     from lm_trainer.parallel.tree_sum import Shares
@@ -135,7 +135,7 @@ def watch_memory(device: Any) -> Iterator[list[int]]:
 
 
 def train(setup: Any, config: Any, steps: int = STEPS) -> Any:
-    """Trains some steps on random tokens; returns the last state."""
+    """Trains some steps on random tokens. Returns the last state."""
     import jax
 
     from lm_trainer.profile.workload import random_batch
@@ -150,7 +150,7 @@ def train(setup: Any, config: Any, steps: int = STEPS) -> Any:
 
 
 def measure_live(config: Any, devices: list[Any]) -> int:
-    """The peak of some steps on the first device, in bytes, beyond the existing arrays."""
+    """Measures the peak over some steps on the first device, in bytes, without arrays that existed before."""
     import jax
 
     from lm_trainer.run.build.setup import build_setup
@@ -165,7 +165,7 @@ def measure_live(config: Any, devices: list[Any]) -> int:
 
 
 def measure_kernel(config: Any, devices: list[Any]) -> int:
-    """The peak of the process over some steps, minus its memory without a state, in bytes."""
+    """Measures the peak of the process over some steps, minus its memory without a state, in bytes."""
     import jax
 
     from lm_trainer.profile.workload import random_batch
@@ -186,7 +186,7 @@ def measure_kernel(config: Any, devices: list[Any]) -> int:
 
 
 def _release_unused_memory() -> None:
-    """Returns unused memory of the process to the system."""
+    """Returns the process's unused memory to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
@@ -197,7 +197,7 @@ def _status_bytes(name: str) -> int:
 
 
 def measure_figures(name: str, kind: str) -> dict[str, Any]:
-    """Figures of a shape: the plan and `live`, or only `kernel`."""
+    """Measures the figures of a shape: the plan and `live`, or only `kernel`."""
     import jax
 
     from lm_trainer.plan.memory import StepMemory
@@ -216,7 +216,7 @@ def measure_figures(name: str, kind: str) -> dict[str, Any]:
 
 
 def measure_in_own_process(name: str, kind: str, cache: str) -> dict[str, Any]:
-    """Runs `measure_figures` in a new process; `cache` is a directory for compiled programs."""
+    """Runs `measure_figures` in a new process. `cache` is a directory for compiled programs."""
     command = [sys.executable, "-m", "benchmarks.plan_error", name, "--figure", kind]
     threshold = str(64 * 1024)
     allocator = {"MALLOC_MMAP_THRESHOLD_": threshold, "MALLOC_TRIM_THRESHOLD_": threshold}
@@ -227,7 +227,7 @@ def measure_in_own_process(name: str, kind: str, cache: str) -> dict[str, Any]:
 
 
 def table_row(name: str) -> list[str]:
-    """The table row of a shape."""
+    """Returns the table row of a shape."""
     count = SHAPES[name].get("devices", 1)
     with tempfile.TemporaryDirectory() as cache:
         figures = measure_in_own_process(name, "live", cache)

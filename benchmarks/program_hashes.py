@@ -1,4 +1,4 @@
-"""Hashes of the programs that must not depend on the mesh, on TPU slices, as compiled by the TPU compiler.
+"""Hashes those programs that must not depend on the mesh, as the TPU compiler compiles them for TPU slices.
 
     python -m benchmarks.program_hashes --out benchmarks/results/compiled/hashes.md
 
@@ -31,18 +31,18 @@ from lm_trainer.step.dispatch.executable import Executable
 
 SLICES = ("v5e:2x2", "v5e:2x4", "v5e:4x4", "v5p:2x2x1", "v5p:2x2x2", "v6e:2x2", "v6e:2x4", "v4:2x2x1", "v4:2x2x2")
 COUNTS = (1, 4, 16)
-"""Numbers of chips in the meshes, up to the slice's: its first chips. A one-chip mesh also uses the last of host 0."""
+"""Numbers of chips per mesh. A mesh has the first chips of a slice. Another mesh has only the last chip of host 0."""
 PROGRAMS = {
     "elastic": ("microbatch",),
     "layerwise": ("enter", "layer 0", "leave gradient", "layer 0 gradient", "enter gradient"),
 }
-"""Determinism -> its programs with computation, without programs that only move or add data over devices."""
+"""Programs with computation of each kind of determinism. Programs that only move or add data are left out."""
 LENGTH = 256
 MODEL = {"type": "llama", "seq_len": LENGTH, "hidden_dim": 128, "intermediate_dim": 256, "num_layers": 2,
          "num_heads": 2, "num_kv_heads": 2, "scan_layers": True, "gradient_checkpointing": True}  # fmt: skip
 TRAINER = {"train_batch_size": 32, "per_device_parallelism": 2, "mp": "p=f32,c=bfloat16"}
 Hashes = dict[str, set[str]]
-"""Name of a program -> its hashes on all meshes of a slice."""
+"""Hashes of each program on all meshes of a slice, by the name of the program."""
 
 
 class Warnings(logging.Handler):
@@ -57,8 +57,8 @@ class Warnings(logging.Handler):
 
 
 def mesh_devices(devices: list[Any]) -> Iterator[list[Any]]:
-    """The chips of each mesh to compile for."""
-    # A process compiles only for its host's chips.
+    """Yields the chips of each mesh to compile for."""
+    # A process compiles only for the chips of its host.
     yield [device for device in devices if device.process_index == devices[0].process_index][-1:]
     for count in COUNTS:
         if count <= len(devices):
@@ -68,7 +68,7 @@ def mesh_devices(devices: list[Any]) -> Iterator[list[Any]]:
 
 
 def program_hashes(determinism: str, devices: list[Any]) -> Iterator[tuple[str, str]]:
-    """Names and hashes of the programs on a mesh of `devices`."""
+    """Yields the names and hashes of the programs on a mesh of `devices`."""
     with compiling_for("tpu"):
         config = config_of({"model": MODEL, "trainer": {**TRAINER, "determinism": determinism}})
         step = build_setup(config, VOCAB, devices).step

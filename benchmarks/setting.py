@@ -1,4 +1,4 @@
-"""Header of a table of results: kind of machine and versions; never the machine's name."""
+"""Header of a table of results: kind of machine and versions, but never the name of the machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from lm_trainer.core.runtime import available_cores
 
 LMT = [sys.executable, "-c", "from cli.main import main; main()"]
-"""The command `lmt` of the checkout on the Python path."""
+"""The `lmt` command of the checkout on the Python path."""
 
 
 def describe_setting(*packages: str) -> str:
@@ -26,7 +26,7 @@ def describe_load(when: str = "at the end") -> str:
 
 
 def busy_seconds() -> float | None:
-    """CPU seconds of all processes since the system started; None if the system does not report them."""
+    """Returns the CPU seconds of all processes since the system started; None if the system does not report them."""
     try:
         first = Path("/proc/stat").read_text().splitlines()[0]
     except OSError:
@@ -37,7 +37,7 @@ def busy_seconds() -> float | None:
 
 
 def markdown_table(heads: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table with all columns but the first aligned to the right."""
+    """Formats a Markdown table in which all columns except the first are right-aligned."""
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -1,11 +1,12 @@
-"""Interrupts a run repeatedly, and compares its result with an undisturbed run.
+"""Interrupts a run repeatedly, and compares the result with an undisturbed run.
 
     python benchmarks/soak.py --tier ci --out DIR
     python benchmarks/soak.py --tier release --out DIR --table benchmarks/results/soak.md
 
-Moments are defined by lines of metrics.jsonl or entries of the checkpoint directory, never by times, so a slow machine
-is interrupted at the same points. An interrupted soak resumes with the same command. Exit code 0: every lap ended with
-the same losses and weights, bit for bit, and every fault gave the promised exit code and message.
+The moments of interruptions are defined by lines of metrics.jsonl or entries of the checkpoint directory, and never by
+times, so a slow machine is interrupted at the same points. An interrupted soak resumes with the same command. Exit code
+0 means that every lap ended with the same losses and weights, bit for bit, and that every fault gave the promised exit
+code and message.
 
 The faults are in `soak_faults.py`.
 """
@@ -34,7 +35,10 @@ TIERS: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(directory: Path, steps: int, rows: int) -> dict[str, Any]:
-    """A tiny model with dropout, on the language reference included with Python; JSON is YAML."""
+    """Returns a configuration of a tiny model with dropout, on the language reference included with Python.
+
+    It is written to a .yaml file as JSON, which is valid YAML.
+    """
     topics = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
     files = directory / "train.txt", directory / "validation.txt"
     for file, part in zip(files, (topics[:-8], topics[-8:]), strict=True):
@@ -101,7 +105,7 @@ class Soak:
         return Lap(self.out / f"lap-{self.state['lap']}", self.config, self.server)
 
     def reference_result(self) -> dict[str, Any]:
-        """The result and the time of an undisturbed run."""
+        """Returns the result and the time of an undisturbed run."""
         if "reference" not in self.state:
             lap = Lap(self.out / "reference", self.config, self.server)
             shutil.rmtree(lap.directory, ignore_errors=True)
@@ -117,7 +121,7 @@ class Soak:
         done = len(self.state["interruptions"])
         if self.tier == "ci":
             return CI[done % len(CI)]
-        # Every fault once, in a new random order for each round.
+        # Each round has every fault once, in a new random order.
         deck = sorted({**FATAL, **MILD})
         turn = random.Random(f"{self.seed}/{done // len(deck)}")
         return turn.sample(deck, len(deck))[done % len(deck)]
@@ -154,7 +158,7 @@ class Soak:
         print(json.dumps(entry), flush=True)
 
     def finish_lap(self, devices: int) -> None:
-        """Runs to the end undisturbed, starts the finished run once more, and compares the result."""
+        """Runs undisturbed to the end, starts the finished run once more, and compares the result."""
         lap, reference = self.current_lap(), self.reference_result()
         problems, computed = [], 0
         for expected in ("done: step", "was complete already"):
@@ -176,7 +180,7 @@ class Soak:
         self.save()
 
     def run(self) -> list[str]:
-        """Runs the soak; returns all broken promises."""
+        """Runs the soak. Returns all broken promises."""
         self.reference_result()
         began = time.monotonic()
         while len(self.state["interruptions"]) < self.target:
@@ -195,7 +199,7 @@ class Soak:
 
 
 def table(state: dict[str, Any]) -> str:
-    """The results as Markdown."""
+    """Formats the results as Markdown."""
     done, laps, reference = state["interruptions"], state["laps"], state["reference"]
     names = sorted({entry["fault"] for entry in done})
     rows = []

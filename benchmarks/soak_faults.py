@@ -1,7 +1,7 @@
-"""Faults for `soak.py`: each disturbs a run at some moment, and checks the behaviour promised for this case.
+"""Faults for `soak.py`. Each disturbs a run at some moment, and checks the behaviour promised for this case.
 
-A fault is a function of the run's directories, its running attempt and a random generator. It returns the exit code of
-the attempt (0 if the run finished before the moment), and asserts the promises.
+A fault is a function of the run's directories, its running attempt and a random generator. It asserts the promises, and
+returns the exit code of the attempt (0 if the run finished before the moment).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ sys.path.insert(0, str(ROOT))
 from tests.warm_lmt import WarmLmt  # noqa: E402
 
 PATIENCE = 900.0
-"""Seconds after which an attempt that neither ends nor reaches the moment is a failure."""
+"""Number of seconds after which an attempt that has neither ended nor reached the moment counts as a failure."""
 SAVE_EVERY = 40
-"""Steps between permanent checkpoints."""
+"""Number of steps between permanent checkpoints."""
 COMPARED = ("train/loss", "optim/grad_norm", "eval/loss")
 
 
 def process_environment(devices: int, compiled: Path) -> dict[str, str]:
-    """The environment variables of a process.
+    """Returns the environment variables of a process.
 
     Args:
         devices: number of emulated devices.
@@ -54,7 +54,7 @@ def process_environment(devices: int, compiled: Path) -> dict[str, str]:
 
 
 class Attempt:
-    """A training process, forked from a server process with JAX already imported."""
+    """A training process, forked from a server process that has already imported JAX."""
 
     def __init__(self, lap: Lap, devices: int, max_file_bytes: int | None):
         self.lap = lap
@@ -78,7 +78,7 @@ class Attempt:
 
     @property
     def is_training(self) -> bool:
-        """True once the log has been truncated to the checkpoint from which the attempt resumes."""
+        """Returns True after the log has been truncated to the checkpoint from which the attempt resumes."""
         if self._began_at is None and b"compiling the training step" in self.output.read_bytes():
             self._began_at, self._first_step = self.lap.count_lines(), self.lap.last_step()
         return self._began_at is not None
@@ -87,7 +87,7 @@ class Attempt:
         return self.lap.count_lines() - (self._began_at or 0) if self.is_training else 0
 
     def wait_until(self, moment: Callable[[], bool]) -> bool:
-        """Waits for the moment; False if the run ended before."""
+        """Waits for the moment. Returns False if the run ended before it."""
         start, sampled = time.monotonic(), 0.0
         while self.process.poll() is None:
             if moment():
@@ -125,7 +125,7 @@ class Attempt:
                 self._samples.append((self.count_new_lines(), pages * os.sysconf("SC_PAGE_SIZE"), files))
 
     def measure(self) -> dict[str, Any]:
-        """Memory of the process in the second quarter of its steps, after compilation, and in the last quarter."""
+        """Measures memory in the second quarter of the steps, which is after compilation, and in the last quarter."""
         computed = self.lap.last_step() - self._first_step if self.is_training else 0
         measured: dict[str, Any] = {"computed": max(0, computed)}
         quarter = (self._samples[-1][0] if self._samples else 0) / 4
@@ -138,7 +138,7 @@ class Attempt:
 
 
 class Lap:
-    """A run from its first step to its last, over any number of attempts."""
+    """A run from its first to its last step, over any number of attempts."""
 
     def __init__(self, directory: Path, config: Path, server: WarmLmt):
         self.directory, self.config, self.server = directory, config, server
@@ -170,7 +170,7 @@ class Lap:
         return sorted(int(name) for name in self.checkpoint_entries() if name.isdigit())
 
     def disk_bytes(self) -> int:
-        """Bytes of the run, without the output of its attempts."""
+        """Counts the bytes of the run on disk, without the output of its attempts."""
         total = 0
         for part in (self.logs, self.checkpoints):
             for file in part.rglob("*"):
@@ -179,7 +179,7 @@ class Lap:
         return total
 
     def read_result(self) -> dict[str, Any]:
-        """Results that must be equal: all numbers in the log as written, and the checksums of the last state."""
+        """Reads the results that must be equal: all numbers in the log as text, and the checksums of the last state."""
         rows = [json.loads(line, parse_float=str) for line in self.metrics.read_text().splitlines()]
         series = [(row["step"], key, row[key]) for row in rows for key in COMPARED if key in row]
         last = self.checkpoints / str(self.checkpoint_steps()[-1]) / "_CHECKPOINT_METADATA"
@@ -196,7 +196,7 @@ class Lap:
         return (rows[-1]["time"] - rows[0]["time"]) / (rows[-1]["step"] - rows[0]["step"])
 
     def find_unexpected_files(self) -> list[str]:
-        """Files that a complete run should not leave behind."""
+        """Lists files that a complete run should not leave behind."""
         allowed = {"config.yaml", "tokenizer", "run", ".lock"}
         names = [name for name in self.checkpoint_entries() if not name.isdigit() and name not in allowed]
         return [f"{name} was left behind" for name in names if not name.endswith(".corrupt")]
@@ -262,7 +262,7 @@ def largest_file(step: Path) -> Path:
 def flip_bit(step: Path, rng: random.Random) -> None:
     file = largest_file(step)
     content = bytearray(file.read_bytes())
-    # The middle holds the numbers of large arrays; at the ends are tables, and a flipped bit in them can be harmless.
+    # The middle of the file contains large arrays. Both ends contain tables, in which a flipped bit can be harmless.
     content[rng.randrange(len(content) // 4, len(content) // 2)] ^= 1 << rng.randrange(8)
     file.write_bytes(content)
 
@@ -282,7 +282,7 @@ def corrupt_metadata(step: Path, rng: random.Random) -> None:
 
 
 def append_torn_metrics_line(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
-    """Leaves an incomplete line, as a power cut can."""
+    """Leaves an incomplete line, as a power failure can."""
     code = kill_in_step(lap, attempt, rng)
     if code:
         with lap.metrics.open("ab") as file:
@@ -304,7 +304,7 @@ def expect_full_disk_error(lap: Lap, attempt: Attempt, rng: random.Random) -> in
 
 @contextlib.contextmanager
 def made_read_only(directory: Path) -> Iterator[bool]:
-    """Makes a directory read-only, for root too, who ignores modes; False if the machine does not allow mounts."""
+    """Makes a directory read-only, even for root, who ignores modes. Yields False if mounts are not allowed."""
     if os.geteuid():
         mode = directory.stat().st_mode
         directory.chmod(0o555)

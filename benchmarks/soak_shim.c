@@ -1,6 +1,6 @@
-/* Faults of a file system and of a clock, for a process that has this library preloaded; see soak_shim.py.
+/* Injects faults of the file system and the clock into a process that preloads this library; see soak_shim.py.
 
-   Counts the calls on paths below WORLD_BELOW, and at the one that the variables name it acts. */
+   Counts the calls on paths below WORLD_BELOW, and injects the fault at the call that the variables select. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -65,7 +65,7 @@ static void say(const char *call, const char *path) {
     if (log_fd >= 0 && length > 0) syscall(SYS_write, log_fd, line, (size_t)length);
 }
 
-/* The path of a descriptor, or of a name relative to one; NULL where it is none. */
+/* Returns the path of a descriptor, or of a name relative to a descriptor; NULL if there is no path. */
 static const char *resolve(int directory, const char *name, char *buffer, size_t size) {
     if (name && name[0] == '/') return name;
     char link[64];
@@ -81,7 +81,7 @@ static const char *resolve(int directory, const char *name, char *buffer, size_t
     return buffer;
 }
 
-/* What is to become of a call; `writes` tells whether it changes the file system. */
+/* Decides what happens to a call. `writes` is nonzero if the call changes the file system. */
 static int verdict(const char *call, int directory, const char *name, int writes) {
     if (!is_on()) return PASS;
     int kept = errno;
@@ -189,7 +189,7 @@ ssize_t write(int fd, const void *buffer, size_t count) {
 PWRITE(pwrite)
 PWRITE(pwrite64)
 
-/* Half of it: the first half of the first piece. */
+/* Writes only the first half of the first piece if the call is torn or shortened. */
 ssize_t writev(int fd, const struct iovec *pieces, int count) {
     REAL(ssize_t, "writev", int, const struct iovec *, int);
     int what = verdict("write", fd, NULL, 1);

@@ -1,4 +1,4 @@
-"""Injects faults of the file system and the clock into a process, with a preloaded library.
+"""Injects faults of the file system and the clock into a process with a preloaded library.
 
 library = build(directory)
 Fault("fail", call="rename", path="cache/*", index=3, error="ENOSPC").environment(below, log)
@@ -29,20 +29,20 @@ ERRORS = {
     "unlink": ("EIO", "ESTALE", "EROFS", "EACCES"),
     "mkdir": ("ENOSPC", "EIO", "EDQUOT", "ESTALE", "EROFS", "EACCES"),
 }
-"""Call -> possible errors of a file system. `create` opens for writing, `open` for reading."""
+"""Errors that a file system may return, by call. `create` opens for writing, and `open` opens for reading."""
 LASTING = ("ENOSPC", "EDQUOT", "EROFS", "EIO", "ESTALE")
-"""Errors that can persist from some moment on."""
+"""Errors that can persist after they first occur."""
 
 
 class NoCompiler(Exception):
-    """This machine has no C compiler."""
+    """The machine has no C compiler."""
 
 
 def build_library(directory: Path) -> Path:
     """Compiles the library.
 
     Raises:
-        NoCompiler: without a C compiler.
+        NoCompiler: if the machine has no C compiler.
     """
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
@@ -54,16 +54,16 @@ def build_library(directory: Path) -> Path:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault at one call of a process.
+    """A fault that is injected at one call of a process.
 
     Attributes:
-        action: `kill`, `tear` (write half, then kill), `shorten` (write half), `fail`, `fail-on` (this call and all
-            later writes, or reads, depending on the call), `stop` (SIGSTOP), `vanish` (rename `victim` to `to`),
+        action: `kill`, `tear` (write half, then kill), `shorten` (write half), `fail`, `fail-on` (fail this call and
+            all later writes or reads, depending on the call), `stop` (SIGSTOP), `vanish` (rename `victim` to `to`),
             `clock` (jump by `seconds`).
-        call: the kind of call: a key of `ERRORS`.
+        call: kind of call, a key of `ERRORS`.
         path: pattern of paths, relative to the watched directory.
-        index: index of the call among matching ones, from 1.
-        error: name of the error of `fail` and `fail-on`.
+        index: index of the call among all matching calls, from 1.
+        error: name of the error for `fail` and `fail-on`.
     """
 
     action: str
@@ -76,7 +76,7 @@ class Fault:
     seconds: int = 0
 
     def environment(self, below: Path, log: Path) -> dict[str, str]:
-        """Variables for a process with the preloaded library, which logs calls with faults to `log`."""
+        """Returns variables for a process with the preloaded library, which logs calls with faults to `log`."""
         return {
             **logging_environment(below, log),
             "WORLD_ACTION": self.action,
@@ -97,17 +97,17 @@ class Fault:
 
     @property
     def reason(self) -> str:
-        """The system's message for the error."""
+        """Message of the system for the error."""
         return os.strerror(getattr(errno, self.error))
 
 
 def logging_environment(below: Path, log: Path) -> dict[str, str]:
-    """Variables for a process that logs every call to `log`, without faults."""
+    """Returns variables for a process without faults that logs every call to `log`."""
     return {"WORLD_BELOW": str(below), "WORLD_LOG": str(log)}
 
 
 def count_calls(log: Path) -> dict[tuple[str, str], int]:
-    """Counts each kind of call on each kind of file: {(call, pattern of paths): count}."""
+    """Counts the calls in a log by kind of call and kind of file: {(call, pattern of paths): count}."""
     counts: dict[tuple[str, str], int] = {}
     for line in log.read_text().splitlines():
         call, _, path = line.partition("\t")
@@ -117,7 +117,7 @@ def count_calls(log: Path) -> dict[tuple[str, str], int]:
 
 
 def path_pattern(path: str) -> str:
-    """A pattern for a path and all paths that differ only in numbers and random names."""
+    """Returns a pattern that matches a path and all paths that differ only in numbers and random names."""
     path = re.sub(r"(?<=/d/)[0-9a-f]{8,}(\.__lock)?", "*", path)
     path = re.sub(r"[0-9a-f]{16,}|\d+", "*", path)
     return re.sub(r"\*[*]+", "*", path).replace("[", "?").replace("]", "?")

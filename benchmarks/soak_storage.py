@@ -1,12 +1,12 @@
-"""Interrupts a run with checkpoints in object storage, and compares its result with an undisturbed run.
+"""Interrupts a run with checkpoints in object storage, and compares the result with an undisturbed run.
 
     python benchmarks/soak_storage.py --out DIR --table benchmarks/results/soak_storage.md
 
-An S3 server (moto) runs on loopback, behind a proxy that loses, delays, cuts and refuses a share of all requests. Each
-interruption is triggered by a request of the run: the n-th that writes arrays, the record of a step, the copy of the
-run directory or the lease, or that deletes a record or arrays. About every second attempt starts in an empty directory,
-as on another machine. Exit code 0: every lap ended with the numbers of the undisturbed run, interrupted saves and
-deletions left no files, and each ending had its promised exit code.
+An S3 server (moto) runs on loopback, behind a proxy that loses, delays, cuts and refuses a fraction of all requests. A
+request of the run triggers each interruption: the n-th request that writes arrays, the record of a step, the copy of
+the run directory or the lease, or that deletes a record or arrays. About every second attempt starts in an empty
+directory, as on another machine. Exit code 0 means that every lap ended with the results of the undisturbed run,
+interrupted saves and deletions left no files, and every attempt ended with the promised exit code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.object_storage.servers import BUCKET, environment, run_s3_server, use
 
 STEPS, SAVE_EVERY = 40, 10
 PATIENCE = 300.0
-"""Seconds after which an attempt that neither ends nor reaches the moment is a failure."""
+"""Number of seconds after which an attempt that has neither ended nor reached the moment counts as a failure."""
 MOMENTS = {
     "arrays are written": ("PUT", "/arrays/", 120),
     "a step's record is written": ("PUT", "/steps/", 4),
@@ -45,12 +45,12 @@ MOMENTS = {
     "the lease is written": ("PUT", "/.lock", 1),
     "anything is read": ("GET", "/", 60),
 }
-"""Moment -> method, part of the path, and maximum index of the request."""
+"""Method, part of the path and maximum index of the request of each moment, by name."""
 ENDINGS = (*6 * ("kill -9",), *2 * ("SIGTERM",), "the server fails", "writing is denied")
 OUTAGE = 20.0
-"""Seconds after which an attempt with a failed server is killed: reads are retried for two minutes."""
+"""Number of seconds after which an attempt with a failed server is killed. Reads are retried for two minutes."""
 SHARES = (0.0, 0.03, 0.1)
-"""Fractions of requests with transient faults."""
+"""Fractions of requests that have transient faults."""
 
 
 def make_configuration(directory: Path, base: str) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Soak:
         )
 
     def read_results(self, machine: str) -> list[dict[str, Any]]:
-        """Losses of all steps, and the fingerprints of steps whose saving does not depend on the clock."""
+        """Reads the losses of all steps, and the fingerprints of steps that are saved regardless of the clock."""
         lines = (self.out / machine / "logs/run/metrics.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
         return [
@@ -159,8 +159,9 @@ class Soak:
         self.proxy.fault = lambda handler: handler.command in writes and fault(handler)
 
     def find_broken_promises(self, code: int, ending: str, output: str) -> list[str]:
-        # A server fault may end an attempt before the moment, with a one-line message.
-        # A run stopped in its last step is finished; one stopped before its first step has nothing to save.
+        # A server fault may end an attempt with a one-line message before the moment.
+        # A run that is stopped in its last step is finished. A run that is stopped before its first step has nothing to
+        # save.
         promised = {"kill -9": {-9}, "SIGTERM": {75, 0, -15}}.get(ending, {0, 1, 2, -9}) | {1, 2}
         problems = [] if code in promised else [f"exit code {code}"]
         if "Traceback" in output:
@@ -171,7 +172,7 @@ class Soak:
         return f"machine-{self.machines}"
 
     def make_request_condition(self, method: str, part: str, count: int) -> Callable[[], bool]:
-        """A function that is true after `count` more requests of a kind."""
+        """Makes a function that returns True after `count` more requests of a kind."""
         start = len(self.proxy.requests)
         return lambda: sum(m == method and part in path for m, path in self.proxy.requests[start:]) >= count
 
@@ -183,7 +184,7 @@ class Soak:
         return self.read_results("undisturbed")
 
     def finish_lap(self) -> None:
-        """Finishes the lap in an empty directory, using only the bucket, and compares."""
+        """Finishes the lap in an empty directory, from the bucket only, and compares the results."""
         machine = f"end-{len(self.laps)}"
         shutil.rmtree(self.out / machine, ignore_errors=True)
         process = self.start(machine, 1, self.lap_url)
@@ -214,7 +215,7 @@ class Soak:
 
 
 def table(soak: Soak, requests: int) -> str:
-    """The results as Markdown."""
+    """Formats the results as Markdown."""
     cells = Counter((entry["moment"], entry["ending"]) for entry in soak.entries)
     endings = sorted({ending for _, ending in cells})
     rows = [

@@ -1,10 +1,11 @@
-"""Disturbs runs by faults of their environment, and compares their results with an undisturbed run.
+"""Disturbs runs with faults of their environment, and compares their results with an undisturbed run.
 
     python -m benchmarks.soak_world --out DIR --table benchmarks/results/2-core-epyc/soak_world.md
 
-Each lap has one fault, drawn from a seed: the n-th file system call killed, torn or failed by a preloaded library, a
-vanishing directory, a clock jump, a damaged file, processes that meet, stop or die, object storage with wrong answers.
-An interrupted soak resumes with the same command. It needs Linux and a C compiler. Exit code 0: all promises were kept.
+Each lap has one fault, drawn from a seed: a preloaded library kills, tears or fails the n-th file system call, a
+directory vanishes, the clock jumps, a file is damaged, processes collide, stop or die, or object storage returns wrong
+answers. An interrupted soak resumes with the same command. Needs Linux and a C compiler. Exit code 0 means that all
+promises were kept.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ LAPS = {
     "SIGSTOP for a minute": 6,
     "object storage lies": 16,
 }
-"""Kind of fault -> number of laps."""
+"""Number of laps by kind of fault."""
 FEW = {"killed at a call": 1, "call fails once": 1, "clock jumps": 1, "damaged file": 2}
 """A small number of laps, for a test."""
 
 
 class Soak:
-    """The state of a soak, saved after every lap; workers take laps in turn, each with a separate world."""
+    """State of a soak, which is saved after every lap. Workers take laps in turn, and each has a separate world."""
 
     def __init__(self, out: Path, seed: int, workers: int):
         self.seed = seed
@@ -72,8 +73,7 @@ class Soak:
 
     def run(self, kinds: dict[str, int]) -> None:
         """Runs the remaining laps."""
-        # Interleaved, so an interrupted soak has laps of every kind.
-        # In turns, so that an interrupted soak has something of every kind.
+        # Interleaved, so that an interrupted soak has laps of every kind.
         keys = [(kind, number) for number in range(max(kinds.values())) for kind in kinds if number < kinds[kind]]
         left = [key for key in keys if f"{key[0]}/{key[1]}" not in self.state["laps"]]
         with ThreadPoolExecutor(len(self._worlds)) as pool:
@@ -112,7 +112,7 @@ class Soak:
 
 
 def prepare_world(world: World) -> dict[str, Any]:
-    """Runs undisturbed commands as references and starting points; returns their results and calls."""
+    """Runs undisturbed commands as references and starting points. Returns their results and calls."""
     calls = {}
     for name in ("data build", "train"):
         world.reset_lap(None)
@@ -134,7 +134,7 @@ def prepare_world(world: World) -> dict[str, Any]:
 
 
 def run_lap(world: World, lap: Any, module: Any, expected: dict[str, str]) -> dict[str, Any]:
-    """Runs a lap; returns its entry in the state."""
+    """Runs a lap. Returns its entry in the state."""
     began, problem, happened = time.monotonic(), None, ""
     try:
         happened = module.run(world, lap, expected)
@@ -147,7 +147,7 @@ def run_lap(world: World, lap: Any, module: Any, expected: dict[str, str]) -> di
 
 
 def report(soak: Soak) -> str:
-    """The results as Markdown."""
+    """Formats the results as Markdown."""
     promises = {kind: promise for module in MODULES for kind, promise in module.PROMISES.items()}
     laps, rows = soak.state["laps"].values(), []
     seconds = sum(lap["seconds"] for lap in laps)
@@ -176,7 +176,7 @@ def report(soak: Soak) -> str:
 
 
 def name_ending(lap: dict[str, Any]) -> str:
-    """Names the end of a lap in a word or two."""
+    """Describes how a lap ended in one or two words."""
     if lap["problem"]:
         return "not as promised"
     happened = lap["happened"].replace("\n", " ")

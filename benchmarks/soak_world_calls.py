@@ -1,4 +1,4 @@
-"""Laps of `soak_world`: a file system call is killed, torn or failed, a directory vanishes, the clock jumps."""
+"""Laps of `soak_world` with one system fault: a file system call fails, a directory vanishes or the clock jumps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMMANDS = {
     "data build": (None, ("data", "build", "CONFIG")),
     "export-hf": ("whole", ("export-hf", "run", "exported")),
 }
-"""Name -> the template that the command starts from, and its arguments."""
+"""Template that each command starts from, and the arguments of the command, by name."""
 _ANY = (*4 * ("train",), *4 * ("resume",), "data build", "export-hf")
 _SHORT = ("data build", "data build", "export-hf")
 KINDS = {
@@ -32,7 +32,7 @@ KINDS = {
     "build or export, killed at a call": ("kill", _SHORT),
     "build or export, call fails once": ("fail", _SHORT),
 }
-"""Kind -> fault action, and the commands to inject it into."""
+"""Action of each kind of fault, and the commands into which it is injected."""
 _GOES_ON = "the same command again comes to the same bits; nothing that was saved is lost"
 _IS_TOLD = "exit code 0 with the same bits, or 1 or 2 with the file and the reason, without a traceback; then as above"
 PROMISES = {
@@ -49,7 +49,7 @@ PROMISES = {
 
 
 class Lap(NamedTuple):
-    """A fault in a command."""
+    """A command with a fault."""
 
     kind: str
     command: str
@@ -60,7 +60,7 @@ class Lap(NamedTuple):
 
 
 def draw_lap(kind: str, number: int, seed: int, calls: dict[str, dict[tuple[str, str], int]]) -> Lap:
-    """The lap `number` of its kind; `calls` holds the calls of undisturbed commands."""
+    """Draws the lap `number` of a kind. `calls` contains the calls of undisturbed commands."""
     rng = random.Random(f"{seed}/{kind}/{number}")
     action, commands = KINDS[kind]
     command = rng.choice(commands)
@@ -84,7 +84,7 @@ def draw_lap(kind: str, number: int, seed: int, calls: dict[str, dict[tuple[str,
 
 
 def run(world: World, lap: Lap, expected: dict[str, str]) -> str:
-    """Runs a lap; returns a description of the outcome.
+    """Runs a lap. Returns a description of the outcome.
 
     Raises:
         AssertionError: if a promise is broken.
@@ -119,7 +119,7 @@ def run(world: World, lap: Lap, expected: dict[str, str]) -> str:
         _rerun(world, lap, command)
         differing = _find_differences(world, lap, expected)
         assert not differing, f"after the same command again, other than undisturbed: {', '.join(differing)}"
-    # Drafts in a vanished directory are cleaned up only at the next start.
+    # Drafts in a directory that vanished are cleaned up only at the next start.
     drafts = draft_paths(world.lap)
     assert not drafts, f"left over: {', '.join(drafts)}"
     return happened
@@ -141,7 +141,7 @@ def _check_exit(world: World, lap: Lap, code: int, text: str, hit: str) -> None:
 
 
 def path_names(path: str) -> Iterator[str]:
-    """Yields a path and its parent directories, as in messages; for a draft, its final name."""
+    """Yields a path and its parent directories as messages name them. A draft is named by its final name."""
     path = re.sub(r"(^|/)\.([^/]+)\.(incomplete|tmp)(?=/|$)", r"\1\2", path)
     yield path
     for parent in Path(path).parents:
@@ -150,7 +150,7 @@ def path_names(path: str) -> Iterator[str]:
 
 
 def _restore_directory(world: World, fault: Fault) -> str:
-    """Restores a vanished directory, merged with the files that the run has written into a new one meanwhile."""
+    """Restores a directory that vanished, merged with files that the run has since written into a new directory."""
     moved, directory = world.lap.parent / fault.to, world.lap / fault.victim
     if not moved.exists():
         return "there was nothing to vanish"
@@ -189,7 +189,7 @@ def _find_differences(world: World, lap: Lap, expected: dict[str, str]) -> list[
 
 
 def hash_files(directory: Path) -> dict[str, str]:
-    """Like `hash_results`, for a directory without training."""
+    """Hashes the files of a directory without a training run; otherwise like `hash_results`."""
     logs, checkpoints = directory / "logs/run", directory / "checkpoints/run"
     logs.mkdir(parents=True, exist_ok=True)
     checkpoints.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Laps of `soak_world` with a damaged file of a run, which a command then reads."""
+"""Laps of `soak_world` in which a file of a run is damaged and then read by a command."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ READ_BY = {
     "checkpoints/": (("eval", "run"), ("export-hf", "run", "exported"), ("verify", "run", "--seed", "0"), ("runs",)),
     "exports/": (("eval", "exports/run/step-12", "--data", "TEXT", "--context", "32"),),
 }
-"""Prefix of a path -> commands that read such files of a finished run."""
+"""Commands that read files of a finished run, by the prefix of the files' paths."""
 
 
 _USUAL = ("run run, in ", "step ", "resumed at ", "  metrics ", "  checkpoints ", "  lmt ", "exported to ")
@@ -55,7 +55,7 @@ class Lap(NamedTuple):
 
 
 def draw_lap(kind: str, number: int, seed: int, calls: object) -> Lap:
-    """The lap `number`; the file is drawn later, from the template."""
+    """Draws the lap `number`. The file is drawn later, from the template."""
     del calls
     rng = random.Random(f"{seed}/{kind}/{number}")
     template = "half" if number % 2 else "whole"
@@ -63,7 +63,7 @@ def draw_lap(kind: str, number: int, seed: int, calls: object) -> Lap:
 
 
 def _draw_file_and_command(world: World, lap: Lap) -> tuple[Path, tuple[str, ...]]:
-    """The file, with kinds in turn, and the command."""
+    """Draws the file to damage, with kinds of files in turn, and the command."""
     rng = random.Random(lap.seed)
     groups: dict[str, list[Path]] = {}
     for file in sorted(world.lap.rglob("*")):
@@ -80,7 +80,7 @@ def _draw_file_and_command(world: World, lap: Lap) -> tuple[Path, tuple[str, ...
 
 
 def _run_undisturbed(world: World, command: tuple[str, ...]) -> tuple[str, dict[str, bytes]]:
-    """The output of a command on the finished run, and the files that it writes."""
+    """Runs a command on the finished run. Returns its output and the files that it writes."""
     if command not in world.cache:
         world.reset_lap("whole")
         code, text = world.run(*_command_arguments(world, command))
@@ -104,7 +104,7 @@ def _strip_times(text: str) -> str:
 
 
 def run(world: World, lap: Lap, expected_result: dict[str, str]) -> str:
-    """Runs a lap; returns a description of the outcome.
+    """Runs a lap. Returns a description of the outcome.
 
     Raises:
         AssertionError: if a promise is broken.
@@ -121,7 +121,7 @@ def run(world: World, lap: Lap, expected_result: dict[str, str]) -> str:
     code, text = world.run(*_command_arguments(world, command))
     assert "Traceback" not in text, f"a traceback: {description}\n{text[-3500:]}"
     assert code in (0, 1, 2), f"exit code {code}: {description}\n{text[-2000:]}"
-    # Lines also printed by an undisturbed command do not report the damage.
+    # Lines that an undisturbed command also prints do not report the damage.
     usual = expected[0].splitlines() if expected else ()
     messages = [line for line in _strip_times(text).splitlines() if line not in usual and not line.startswith(_USUAL)]
     named = any(name in line for line in messages for name in (*path_names(str(path)), *_step_names(path), path.name))
@@ -135,7 +135,7 @@ def run(world: World, lap: Lap, expected_result: dict[str, str]) -> str:
         remedy = _repair(world, path)
         code, text = world.run(*command)
         assert code == 0, f"after the remedy ({remedy}) exit code {code}: {description}\n{text[-2500:]}"
-    # Files not read by training stay damaged; laps of other commands cover them.
+    # Files that training does not read stay damaged. Laps of other commands cover them.
     changed_name = str(path).replace("/run/", "/", 1)
     differing = [name for name in find_differences(hash_results(world.lap), expected_result) if name != changed_name]
     assert not differing, f"other than undisturbed: {', '.join(differing)}: {description}\n{text[-1500:]}"
@@ -143,7 +143,7 @@ def run(world: World, lap: Lap, expected_result: dict[str, str]) -> str:
 
 
 def damage_file(file: Path, way: str, rng: random.Random) -> str:
-    """Damages a file; returns a description."""
+    """Damages a file. Returns a description of the damage."""
     content = bytearray(file.read_bytes())
     size = len(content)
     if not size:
@@ -173,7 +173,7 @@ def _step_names(path: Path) -> list[str]:
 
 
 def _repair(world: World, path: Path) -> str:
-    """Follows the advice in messages about such a file."""
+    """Follows the advice in messages about a damaged file."""
     if path.parts[0] == "cache" and path.parts[1] in ("train", "validation"):
         world.run("data", "verify", "CONFIG", "--repair")
         if world.run("data", "build", "CONFIG")[0] == 0:

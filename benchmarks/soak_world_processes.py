@@ -1,4 +1,4 @@
-"""Laps of `soak_world` with several processes: two at once, one of two killed, one stopped for a minute."""
+"""Laps of `soak_world` with several processes: two run at once, one of two is killed, or one stops for a minute."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Lap(NamedTuple):
     command: str
     fault: Fault
     victim: int
-    """Index of the process with the fault. With two runs, 1 means that the first is killed after it has stopped."""
+    """Index of the process with the fault. With two runs, 1 means that the first run is killed after it has stopped."""
 
     def __str__(self) -> str:
         if self.kind == "second run on the cache":
@@ -36,14 +36,14 @@ class Lap(NamedTuple):
 
 
 def draw_lap(kind: str, number: int, seed: int, calls: dict[str, dict[tuple[str, str], int]]) -> Lap:
-    """The lap `number` of its kind."""
+    """Draws the lap `number` of a kind."""
     rng = random.Random(f"{seed}/{kind}/{number}")
     command = "train" if kind == "second run on the cache" else rng.choice(("train", "resume"))
     counts = calls[command]
     if kind == "second run on the cache":
         counts = {key: count for key, count in counts.items() if key[1].startswith("cache/")}
     if kind == "one of two processes killed" and number % 2:
-        # Process 1 makes fewer calls than a single process, whose calls were counted.
+        # The calls of a single process were counted. Process 1 of two makes fewer calls.
         return Lap(kind, command, Fault("kill", index=rng.randint(1, 60)), victim=1)
     (call, path), count = rng.choice(list(counts.items()))
     action = "kill" if kind == "one of two processes killed" else "stop"
@@ -51,7 +51,7 @@ def draw_lap(kind: str, number: int, seed: int, calls: dict[str, dict[tuple[str,
 
 
 def run(world: World, lap: Lap, expected: dict[str, str]) -> str:
-    """Runs a lap; returns a description of the outcome.
+    """Runs a lap. Returns a description of the outcome.
 
     Raises:
         AssertionError: if a promise is broken.
@@ -82,7 +82,7 @@ def _start_second_process(world: World, lap: Lap) -> str:
     first.send(signal.SIGCONT)
     of_first = first.wait()
     assert "Traceback" not in first.text, first.text[-3000:]
-    # A process that has not taken the lock yet becomes the second one.
+    # If the first process has not taken the lock yet, it becomes the second process.
     assert of_first == 0 or (of_first == 2 and code == 0), f"the first: exit code {of_first}\n{first.text[-2000:]}"
     return f"exit codes {of_first} and {code}"
 

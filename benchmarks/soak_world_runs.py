@@ -1,4 +1,4 @@
-"""Runs for `soak_world`: their commands and results, and templates to start from."""
+"""Runs for `soak_world`: their commands, their results, and templates to start from."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.warm_lmt import WarmLmt, WarmProcess  # noqa: E402
 
 STEPS, SAVE_EVERY = 12, 3
 PATIENCE = 300.0
-"""Seconds after which a running command counts as hanging."""
+"""Number of seconds after which a running command counts as hanging."""
 COMPARED = ("train/loss", "optim/grad_norm", "eval/loss")
-# TensorStore leaves an empty `KEY.__lock` when it is killed, and reuses it at the next write of this key.
+# TensorStore leaves an empty `KEY.__lock` if it is killed, and reuses it when this key is next written.
 _DRAFT_NAME = re.compile(r"\.tmp$|orbax-checkpoint-tmp|\.trash|\.incomplete$|\.replaced$|\.write-test")
 
 
 def make_configuration(data: Path) -> dict[str, Any]:
-    """A tiny run with every kind of file; JSON is YAML."""
+    """Returns the configuration of a tiny run that writes every kind of file. As JSON, it is also valid YAML."""
     documents = [" ".join(f"{word} {word * word}" for word in range(7 * i, 7 * i + 60)) for i in range(120)]
     lines = [json.dumps({"text": document}) for document in documents]
     for name, part in {"train": lines[:100], "validation": lines[100:]}.items():
@@ -60,7 +60,7 @@ class Command:
         self._process, self._output, self.pid = process, output, process.pid
 
     def wait(self, seconds: float = PATIENCE) -> int:
-        """The exit code, negative for a signal.
+        """Waits for the end, and returns the exit code, which is negative for a signal.
 
         Raises:
             AssertionError: if the command hangs.
@@ -83,14 +83,14 @@ class Command:
 
     @property
     def is_stopped(self) -> bool:
-        """True while a SIGSTOP holds the process."""
+        """Returns True while a SIGSTOP stops the process."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         except OSError:
             return False
 
     def wait_until_stopped(self) -> bool:
-        """Waits for a SIGSTOP; False if the process ended before."""
+        """Waits for a SIGSTOP. Returns False if the process ended before it."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end and self.poll() is None:
             if self.is_stopped:
@@ -100,12 +100,12 @@ class Command:
 
     @property
     def text(self) -> str:
-        """The output so far."""
+        """Returns the output so far."""
         return self._output.read_text(errors="replace")
 
 
 class World:
-    """Environment of a soak: a directory, and a server process to fork, with JAX imported and the library preloaded."""
+    """Environment of a soak: a directory, and a server process to fork, with JAX and the preloaded library."""
 
     def __init__(self, out: Path):
         self.out = out.absolute()
@@ -134,9 +134,9 @@ class World:
         self._server = WarmLmt(self.environment)
         self._number = 0
         self.opened = contextlib.ExitStack()
-        """Servers kept open for later laps."""
+        """Servers that are kept open for later laps."""
         self.cache: dict[Any, Any] = {}
-        """Results and servers shared between laps."""
+        """Results and servers that laps share."""
 
     def close(self) -> None:
         self.opened.close()
@@ -149,7 +149,7 @@ class World:
         directory: Path | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Command:
-        """Starts `lmt`; in `train` and `data` commands, CONFIG means `run.yaml`."""
+        """Starts `lmt`. In `train` and `data` commands, CONFIG means `run.yaml`."""
         directory = directory or self.lap
         self._number += 1
         output = self.out / "outputs" / f"{self._number % 50}.txt"
@@ -164,12 +164,12 @@ class World:
         return Command(process, output)
 
     def run(self, *args: str, **options: Any) -> tuple[int, str]:
-        """Runs `lmt` to its end; returns the exit code and the output."""
+        """Runs `lmt` to its end. Returns the exit code and the output."""
         command = self.start(*args, **options)
         return command.wait(), command.text
 
     def run_and_log_calls(self, *args: str) -> Path:
-        """Runs `lmt` and returns the log of its calls."""
+        """Runs `lmt`. Returns the path of the log of its calls."""
         log = self.out / "calls.txt"
         log.unlink(missing_ok=True)
         code, text = self.run(*args, env=logging_environment(self.lap, log))
@@ -178,14 +178,14 @@ class World:
 
     @property
     def hits_file(self) -> Path:
-        """Log of the calls with faults in the last command."""
+        """Path of the log of calls with faults in the last command."""
         return self.out / "hits.txt"
 
     def read_hits(self) -> str:
         return self.hits_file.read_text().strip().replace("\t", " ") if self.hits_file.exists() else ""
 
     def reset_lap(self, template: str | None) -> None:
-        """Resets the directory of the lap to a copy of a template, or to an empty one."""
+        """Resets the directory of the lap to a copy of a template, or to an empty directory."""
         shutil.rmtree(self.lap)
         if template is None:
             self.lap.mkdir()
@@ -199,7 +199,7 @@ class World:
 
 
 def committed_steps(directory: Path) -> list[int]:
-    """The committed steps of the run."""
+    """Lists the committed steps of the run."""
     checkpoints = directory / "checkpoints" / "run"
     return (
         sorted(int(entry.name) for entry in checkpoints.iterdir() if entry.name.isdigit())
@@ -209,7 +209,7 @@ def committed_steps(directory: Path) -> list[int]:
 
 
 def hash_results(directory: Path, run: str = "run") -> dict[str, Any]:
-    """Results of a finished run that must equal an undisturbed run's: {name: digest}."""
+    """Hashes the results of a finished run that must equal those in an undisturbed run: {name: digest}."""
     lines = (directory / "logs" / run / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line, parse_float=str) for line in lines]
     series = [(row["step"], key, row[key]) for row in rows for key in COMPARED if key in row]
@@ -221,7 +221,7 @@ def hash_results(directory: Path, run: str = "run") -> dict[str, Any]:
         digests[f"weights after step {name}"] = _digest(json.dumps(record["custom_metadata"]["digests"]).encode())
     for part in (f"exports/{run}", "cache"):
         for file in sorted((directory / part).rglob("*")):
-            # The card of an export has its date; a manifest has the modification times of files.
+            # The card of an export contains its date, and a manifest contains modification times of files.
             ignored = file.name in ("README.md", "manifest.json", "builder.json") or file.suffix == ".__lock"
             if file.is_file() and not ignored and not is_draft(file):
                 digests[str(file.relative_to(directory)).replace(f"/{run}/", "/")] = _digest(file.read_bytes())
@@ -237,12 +237,12 @@ def is_draft(path: Path) -> bool:
 
 
 def draft_paths(directory: Path) -> list[str]:
-    """Files and directories that a finished run should not leave behind."""
+    """Lists files and directories that a finished run should not leave behind."""
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if is_draft(path))
 
 
 def process_settings(count: int) -> list[Sequence[str]]:
-    """The settings of the processes of one run."""
+    """Returns the settings of each process of one run."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Laps of `soak_world` with checkpoints, cache and exports in object storage with wrong answers."""
+"""Laps of `soak_world` with checkpoints, caches and exports in object storage that returns wrong answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Lap(NamedTuple):
 
 
 def draw_lap(kind: str, number: int, seed: int, calls: object) -> Lap:
-    """The lap `number`."""
+    """Draws the lap `number`."""
     del calls
     rng = random.Random(f"{seed}/{kind}/{number}")
     name = tuple(LIES)[number % len(LIES)]
@@ -53,7 +53,7 @@ def draw_lap(kind: str, number: int, seed: int, calls: object) -> Lap:
 
 
 class _Window:
-    """A fault limited to a range of requests."""
+    """A fault that is limited to a range of requests."""
 
     def __init__(self, fault: Fault, first: int, count: int):
         self._fault, self._first, self._last = fault, first, first + count
@@ -67,7 +67,7 @@ class _Window:
 
 
 class _StaleListings:
-    """Repeats the first answer to each listing."""
+    """Repeats the first answer to each listing request."""
 
     def __init__(self) -> None:
         self._first_answers: dict[str, Any] = {}
@@ -82,7 +82,7 @@ class _StaleListings:
 
 
 def _flip_bit(handler: Handler) -> bool:
-    """Flips a bit in the content of read objects."""
+    """Flips a bit in the content of objects that are read."""
     status, headers, content = handler.forward()
     if handler.command == "GET" and content and "list-type" not in handler.path:
         changed = bytearray(content)
@@ -93,7 +93,7 @@ def _flip_bit(handler: Handler) -> bool:
 
 
 def _truncate_object(handler: Handler) -> bool:
-    """Answers with half of the object, as if it were complete."""
+    """Answers with half of the object as if it were complete."""
     status, headers, content = handler.forward()
     handler.answer(status, headers, content[: len(content) // 2] if handler.command == "GET" else content)
     return True
@@ -119,7 +119,7 @@ _opening = threading.Lock()
 
 
 def _s3_endpoint() -> str:
-    """The S3 server, shared by all worlds: a second moto server would empty the first."""
+    """Starts the S3 server that all worlds share, because a second moto server would empty the first."""
     with _opening:
         if not _endpoints:
             _endpoints.append(_servers.enter_context(run_s3_server()))
@@ -147,7 +147,7 @@ def _read_losses(world: World) -> dict[str, Any]:
 
 
 def run(world: World, lap: Lap, expected: dict[str, str]) -> str:
-    """Runs a lap; returns a description of the outcome.
+    """Runs a lap. Returns a description of the outcome.
 
     Raises:
         AssertionError: if a promise is broken.

@@ -1,13 +1,14 @@
-"""Time from a command to its first finished step, for `lmt train` and a plain script, and compile time of more layers.
+"""Times `lmt train` and a plain script from the command to the first step, and compilation with more layers.
 
     python -m benchmarks.start_up
 
-The plain script imports the usual packages (jax, flax, optax, orbax, grain) and trains, on tokens in memory, the same
-GPT-2 with the plain JAX step of `benchmarks.peers`. `lmt train` reads its configuration, opens its existing token cache
-and its run directory. Both start alternately, with an empty cache of compiled programs and with the cache from this
-first start; both write it. The time ends when the loss of the first step is known.
+The plain script imports the usual packages (jax, flax, optax, orbax, grain) and trains the same GPT-2 on tokens in
+memory, with the plain JAX step of `benchmarks.peers`. `lmt train` reads its configuration, and opens its existing token
+cache and its run directory. Both start alternately, first with an empty cache of compiled programs, and then with the
+cache that the first start wrote. The time ends when the loss of the first step is known.
 
-The second table compiles the gradient of a microbatch of GPT-2 with scanned layers, alternating, without a cache.
+The second table shows times for compiling the gradient of a GPT-2 microbatch with scanned layers, without a cache. The
+numbers of layers alternate.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def measure_start_rows(turns: int) -> list[list[str]]:
 
 
 def time_lmt_start(directory: Path, programs: Path, run: str) -> float:
-    """Seconds from starting `lmt train` in `directory` until it shows the loss of its first step."""
+    """Returns the seconds from the start of `lmt train` in `directory` until it shows the loss of its first step."""
     command = [*LMT, "train", str(ROOT / "configs/gpt2_nano.yaml")]
     settings = ["model.seq_len=128", "trainer.train_batch_size=32", "data.tokenizer=bytes"]
     command += [*settings, f"trainer.id={run}", f"trainer.jax_compilation_cache_dir={programs}"]
@@ -84,7 +85,7 @@ def time_lmt_start(directory: Path, programs: Path, run: str) -> float:
 
 
 def time_plain_start(weights: Path, programs: Path) -> float:
-    """Seconds from starting the plain script until its first step."""
+    """Returns the seconds from the start of the plain script until the end of its first step."""
     command = [sys.executable, "-m", "benchmarks.start_up", "--plain", str(weights), str(programs)]
     return _seconds_until_first_step(command, ROOT, dict(os.environ))
 
@@ -119,7 +120,7 @@ def run_plain_script(weights: Path, programs: Path) -> None:
 
 
 def measure_compile_rows(turns: int, layers: Sequence[int]) -> tuple[list[list[str]], float]:
-    """Times compilation of the gradient for each number of layers; returns the ratio of the last to the first too."""
+    """Times compilation of the gradient for each number of layers. Also returns the ratio of the last to the first."""
     import jax
 
     from lm_trainer.profile.workload import random_batch

@@ -1,10 +1,10 @@
-"""Memory of a training process and its Grain worker processes, over very many small batches.
+"""Measures the memory of a training process and its Grain worker processes over very many small batches.
 
     python -m benchmarks.worker_memory
 
-Rows are tiny, to fit as many batches as possible into the time: a leak of each batch adds up. Reports the resident
-memory of the process and of its workers, and the number of shared memory segments on this machine, which transfer the
-batches, at even intervals. The first line is from after the start, when buffers are filled.
+Rows are tiny, so that as many batches as possible fit into the time, and a leak in each batch adds up. Reports, at even
+intervals, the resident memory of the process and of its workers, and the number of shared memory segments on this
+machine, which transfer the batches. The first line is measured after the start, when buffers are full.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Memory(NamedTuple):
 
 
 def make_pipeline() -> Any:
-    """The pipeline: endless rows of numbers, in Python."""
+    """Makes a pipeline of endless rows of numbers in pure Python."""
     import grain
     import numpy as np
 
@@ -75,12 +75,13 @@ def measure(loader: Any, batches: int, seconds: float, lines: int) -> list[tuple
     """Reads up to `batches` batches, for up to `seconds` seconds.
 
     Returns:
-        (batches so far, seconds so far, memory) of the first batch, of `lines` even intervals, and of the last batch.
+        (batches so far, seconds so far, memory) after the first batch, at `lines` even intervals, and after the last
+        batch.
     """
     samples: list[tuple[int, float, Memory]] = []
     began, due = time.monotonic(), _START_SECONDS
     for count, batch in enumerate(loader, start=1):
-        # Check the batch: each row was generated from its number.
+        # Check the batch, each row of which was generated from its number.
         assert int(batch.tokens[0, 1]) == (int(batch.tokens[0, 0]) + 1) % 250
         passed = time.monotonic() - began
         if passed >= due or count == batches:
@@ -93,7 +94,7 @@ def measure(loader: Any, batches: int, seconds: float, lines: int) -> list[tuple
 
 
 def table_row(count: int, seconds: float, usage: Memory) -> list[str]:
-    """A row of the table."""
+    """Formats a row of the table."""
     workers = ", ".join(f"{size:.1f}" for size in usage.workers)
     return [f"{count:,}", f"{seconds / 60:.1f}", f"{usage.process:.1f}", workers, str(usage.segments)]
 
@@ -107,7 +108,7 @@ def read_memory() -> Memory:
 
 
 _LEAST = 20.0
-"""Minimum MiB of a reader process: smaller ones are Python's own, which manage shared memory."""
+"""Minimum MiB of a reader process. Smaller processes are Python's own, which manage shared memory."""
 
 
 def _parent_pid(stat: Path) -> int:

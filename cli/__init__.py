@@ -1,1 +1,1 @@
-"""The `lmt` command line: parses, calls one function, prints, sets the exit code."""
+"""The `lmt` command line. A command parses its arguments, calls one function, prints, and sets the exit code."""

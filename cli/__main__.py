@@ -1,4 +1,4 @@
-"""`python -m cli`: the same as `lmt`, for machines on which the script is not on the path."""
+"""`python -m cli`: the same as `lmt`, for machines where the `lmt` script is not on the path."""
 
 from cli.main import main
 

@@ -55,10 +55,10 @@ def mfu(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Time training steps, and compare with two peaks: the datasheet's and a matrix product's, timed in alternation.
+    """Time training steps, and compare them with the datasheet's peak and the measured peak of a matrix product.
 
-    Times the step of `lmt train` on random tokens. Writes no files unless --trace is given. For the figures, see
-    Reference, Throughput and MFU, in the documentation.
+    Times the step of `lmt train` on random tokens, alternating with the matrix product. Writes no files unless --trace
+    is given. The documentation explains the figures under Reference, Throughput and MFU.
 
     For example:
 
@@ -105,9 +105,9 @@ def data(
     repeats: RepeatsOption = 3,
     as_json: JsonOption = False,
 ) -> None:
-    """Time batch loading, by itself and during training, and the share of a step that waits for data.
+    """Time batch loading, by itself and during training, and the fraction of a step that waits for data.
 
-    Text without a cache is tokenised first, into the cache that `lmt train` uses.
+    Text without a cache is first tokenised into the cache that `lmt train` uses.
 
     For example:
 
@@ -134,7 +134,7 @@ def decode(
 ) -> None:
     """Time prefill and decoding, and compare with the rate at which the weights can be read from memory.
 
-    Uses random weights and greedy decoding; neither changes the time.
+    Uses random weights and greedy decoding, which do not affect the time.
 
     For example:
 
@@ -156,9 +156,9 @@ def compile(
     repeats: RepeatsOption = 3,
     as_json: JsonOption = False,
 ) -> None:
-    """Time from process start to the first finished step, with an empty and with a warm compilation cache.
+    """Time from process start to the end of the first step, with an empty and with a warm compilation cache.
 
-    Every start is a separate process; the cache is a temporary directory, removed at the end.
+    Every start is a separate process. The cache is a temporary directory that is removed at the end.
 
     For example:
 
@@ -180,9 +180,10 @@ def memory(
     repeats: RepeatsOption = 5,
     as_json: JsonOption = False,
 ) -> None:
-    """Report a training step's memory, and what gradient checkpointing and a blockwise loss save, with their times.
+    """Report the memory of a training step, and how much gradient checkpointing and a blockwise loss save and cost.
 
-    Memory in addition to the weights is XLA's figure for the compiled gradient. For other devices, see `lmt plan`.
+    Memory besides the weights is the figure that XLA reports for the compiled gradient. For other devices, see `lmt
+    plan`.
 
     For example:
 
@@ -205,9 +206,10 @@ def checkpoint(
     repeats: RepeatsOption = 5,
     as_json: JsonOption = False,
 ) -> None:
-    """Time saving and restoring the run's state, the slowdown of steps during a save, and a plain file write.
+    """Time saving and restoring the state of a run, the slowdown of steps during a save, and a plain file write.
 
-    Writes to a temporary directory next to the run's checkpoints (trainer.checkpointer.base_path), removed at the end.
+    Writes to a temporary directory next to the run's checkpoints (trainer.checkpointer.base_path), and removes it at
+    the end.
 
     For example:
 
@@ -239,7 +241,7 @@ def _make_directory(path: Path) -> None:
 
 
 def _print_measured(measured: "BenchResult", as_json: bool) -> None:
-    """One row a line, or all values as JSON."""
+    """Prints one row per line, or all values as JSON."""
     import json
 
     from lm_trainer.profile.timing import align_rows

@@ -1,4 +1,4 @@
-"""Progress of a tokenisation on the terminal."""
+"""Shows the progress of tokenisation on the terminal."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def build_progress() -> Iterator[Callable[["BuildProgress"], None]]:
-    """Shows the progress of a build, if one runs: a bar with rate and time left, or lines without a terminal."""
+    """Shows the progress of a build: a bar with rate and remaining time on a terminal, otherwise lines."""
     import time
 
     from rich.console import Console
@@ -23,7 +23,7 @@ def build_progress() -> Iterator[Callable[["BuildProgress"], None]]:
     columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}", markup=False))
     last = {"name": "", "time": 0.0}
 
-    # One line per cache, then one every half minute: people read log files.
+    # One line when a cache starts, then one every half minute, because people read log files.
     def line(progress: "BuildProgress") -> None:
         if progress.name != last["name"] or time.monotonic() - last["time"] > 30:
             last.update(name=progress.name, time=time.monotonic())
@@ -36,7 +36,7 @@ def build_progress() -> Iterator[Callable[["BuildProgress"], None]]:
     task = bar.add_task("", total=1.0)
 
     def draw(progress: "BuildProgress") -> None:
-        # Started late, so no bar appears if everything is tokenised already.
+        # Started late, so that no bar appears if everything is already tokenised.
         bar.start()
         bar.update(task, completed=progress.share, description=escape_for_terminal(str(progress)))
 

@@ -27,10 +27,10 @@ def chat(
     ] = 0,
     step: CheckpointOption = None,
 ) -> None:
-    """Chat with a model, using its tokenizer's chat template.
+    """Chat with a model, using the chat template of its tokenizer.
 
-    Type one message per line; answers stream, and Ctrl-C interrupts them. `/reset` starts a new conversation, `/quit`
-    or Ctrl-D exits. Each answer sees as much of the conversation as fits the model's context.
+    Type one message per line. Answers are streamed, and Ctrl-C interrupts them. `/reset` starts a new conversation, and
+    `/quit` or Ctrl-D exits. Each answer sees as much of the conversation as fits into the model's context.
 
     For example:
 
@@ -38,7 +38,7 @@ def chat(
     """
     from lm_trainer.core.runtime import configure_jax, prepare_process
 
-    # Before anything imports jax, whose allocator and threads it sets.
+    # Called before anything imports jax, because it configures jax's allocator and threads.
     prepare_process()
     import dataclasses
 

@@ -1,4 +1,4 @@
-"""Output of the commands: the only place that writes to the terminal; control sequences are removed."""
+"""Output of the commands. This is the only module that writes to the terminal; it removes control sequences."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from lm_trainer.core.terminal import escape_for_terminal
 
 
 def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
-    """Prints text without control characters, which file names, run names, documents and foreign messages may hold."""
+    """Prints text without control characters, which file names, run names, documents and messages may contain."""
     typer.echo(escape_for_terminal(str(text)), err=err, nl=nl)
 
 
 def secho(text: object, *, err: bool = False, nl: bool = True, **style: Any) -> None:
-    """Prints a text in a style of `typer.secho`."""
+    """Prints text like `echo`, with the styles of `typer.secho`."""
     typer.secho(escape_for_terminal(str(text)), err=err, nl=nl, **style)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lm_trainer.run.config.run_config import RunConfig
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""`context_settings` of a command that takes overrides. `-1` is a value there, so no short option may be a digit."""
+"""`context_settings` of a command that takes overrides. `-1` is a value, so no short option may be a digit."""
 _SETTING = re.compile(r"(?:--)?([a-z_]+)(?:\.\w+)*=")
 
 
@@ -57,10 +57,10 @@ def _find_source(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> 
 
 
 def _check_paths(param: typer.CallbackParam, value: Any, name: str = "", schemes: Sequence[str] = ()) -> Any:
-    """Checks one path or several, and expands `~`, which not every shell does behind `--out=`.
+    """Checks one or several paths, and expands `~`, which not every shell does after `--out=`.
 
     Raises:
-        UserError: for a path or URL the argument does not support.
+        UserError: for a path or URL that the argument does not support.
     """
     if isinstance(value, list | tuple):
         return type(value)(_check_paths(param, path, name, schemes) for path in value)
@@ -73,21 +73,21 @@ def _check_paths(param: typer.CallbackParam, value: Any, name: str = "", schemes
 
 
 path_argument = partial(typer.Argument, callback=_check_local)
-"""An argument that takes a path. Every such argument uses it, so none takes a URL for a directory name."""
+"""An argument that takes a path. Every such argument uses it, so that no argument mistakes a URL for a directory."""
 storage_argument = partial(typer.Argument, callback=_check_local_or_bucket)
-"""An argument that takes a path or a URL of object storage."""
+"""An argument that takes a path or an object storage URL."""
 place_option = partial(typer.Option, callback=_check_local_or_bucket)
-"""An option that takes a path or a URL of object storage, as `path_argument`."""
+"""An option that takes a path or an object storage URL; otherwise like `path_argument`."""
 path_option = partial(typer.Option, callback=_check_local)
-"""An option that takes a path, as `path_argument`."""
+"""An option that takes a path; otherwise like `path_argument`."""
 config_argument = partial(typer.Argument, callback=_find_config)
-"""An argument that takes a configuration file or the name of one, as `path_argument`."""
+"""An argument that takes the path or name of a configuration file; otherwise like `path_argument`."""
 source_argument = partial(typer.Argument, callback=_find_source)
-"""An argument that takes a configuration file, the name of one, or another file, as `path_argument`."""
+"""An argument that takes the path or name of a configuration file, or another file, like `path_argument`."""
 hub_argument = partial(typer.Argument, callback=_check_local_or_hub)
-"""An argument that takes a path or a name on the Hugging Face hub, as `path_argument`."""
+"""An argument that takes a path or a name on the Hugging Face hub; otherwise like `path_argument`."""
 
-# One Annotated type per argument, so all commands describe it alike.
+# One Annotated type per argument, so that all commands describe the argument in the same way.
 _FILE_HELP = "A YAML file, or the name of one in configs/."
 ConfigArgument = Annotated[Path, config_argument(metavar="CONFIG", help=_FILE_HELP, show_default=False)]
 LadderArgument = Annotated[Path, config_argument(metavar="LADDER", help=_FILE_HELP, show_default=False)]
@@ -124,7 +124,7 @@ def load_run_with_origins(ctx: typer.Context, config: Path, overrides: list[str]
     """Loads a run's configuration, and prints notes on side effects of the overrides to stderr.
 
     Raises:
-        ConfigError: with all problems.
+        ConfigError: if the configuration has problems; lists all of them.
     """
     from lm_trainer.run.config.run_config import RunConfig
 
@@ -132,8 +132,8 @@ def load_run_with_origins(ctx: typer.Context, config: Path, overrides: list[str]
 
 
 def load_config(ctx: typer.Context, config: Path, overrides: list[str] | None, root: Any) -> "LoadedConfig[Any]":
-    """Loads a configuration whose class is `root`; otherwise as `load_run_with_origins`."""
-    # Unknown options are passed through as overrides, so one may arrive as the file argument.
+    """Loads a configuration of class `root`; otherwise like `load_run_with_origins`."""
+    # Unknown options are passed through as overrides, so an option may arrive as the file argument.
     if str(config).startswith("-"):
         raise UserError(f"{config}: no such option; a configuration file comes first, then settings (KEY=VALUE)")
 
@@ -164,17 +164,17 @@ def load_config(ctx: typer.Context, config: Path, overrides: list[str] | None, r
 
 
 def _foreign_settings(key: str) -> list[str]:
-    # Imported lazily: needed for a message only.
+    # Imported lazily, because it is needed only for a message.
     from lm_trainer.config.imports.translate import settings_for_foreign_key
 
     return settings_for_foreign_key(key)
 
 
 def _refuse_settings_as_values(ctx: typer.Context, root: Any) -> None:
-    """Raises UserError for an option without a value that swallowed the setting after it."""
+    """Raises UserError for an option without a value that took the setting after it as its value."""
     for parameter in ctx.command.params:
         value = ctx.params.get(parameter.name or "")
-        # Some options take NAME=VALUE themselves, such as --env.
+        # Some options, such as --env, take values of the form NAME=VALUE.
         if not parameter.opts[0].startswith("-") or "=" in (parameter.metavar or ""):
             continue
         for text in map(str, value if isinstance(value, list | tuple) else [value]):
@@ -184,40 +184,40 @@ def _refuse_settings_as_values(ctx: typer.Context, root: Any) -> None:
 
 
 def load_run_config(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "RunConfig":
-    """Loads a run's configuration as `load_run_with_origins`, without the origins of its values."""
+    """Loads a run's configuration like `load_run_with_origins`, but without the origins of the values."""
     return load_run_with_origins(ctx, config, overrides).config
 
 
 def check_is_run(run: str) -> None:
-    """Raises UserError for an option given where a run is expected."""
+    """Raises UserError if an option is given where a run is expected."""
     if run.startswith("-"):
         raise UserError(f"{run}: no such option; a run comes first, then settings (KEY=VALUE)")
 
 
 def load_resolved_config(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "RunConfig":
-    """Loads a run's configuration, with the model section training takes from a Hugging Face checkpoint."""
+    """Loads a run's configuration, with the model section that training takes from a Hugging Face checkpoint."""
     return resolve_model_section(load_run_config(ctx, config, overrides), config)
 
 
 def resolve_model_section(run: "RunConfig", config: Path) -> "RunConfig":
-    """Returns the configuration with the model section training takes from a Hugging Face checkpoint."""
+    """Returns the configuration with the model section that training takes from a Hugging Face checkpoint."""
     if not run.use_hf_model_config:
         return run
-    # Imports JAX, so imported lazily.
+    # Imported lazily, because it imports JAX.
     from lm_trainer.run.weights.pretrained import resolve_model
 
     return resolve_model(run, config.stem)
 
 
 def print_error(error: UserError) -> int:
-    """Prints an error for the user on stderr and returns the exit code."""
+    """Prints a user error on stderr and returns the exit code."""
     from lm_trainer.core.errors import ConfigError, Preempted
 
-    # Keeps the order of output and error if both go to one file.
+    # Keeps the order of stdout and stderr if both go to the same file.
     sys.stdout.flush()
     lines = error.problems if isinstance(error, ConfigError) else [str(error)]
     for line in lines:
-        # Everything is saved, and the user asked for the stop: not an error.
+        # This is not an error: everything is saved, and the user asked for the stop.
         if not isinstance(error, Preempted):
             clean.secho("error: ", err=True, nl=False, fg=typer.colors.RED, bold=True)
         clean.echo(line, err=True)

@@ -1,4 +1,4 @@
-"""Configuration keys for shell completion, cached, because finding them imports all config classes."""
+"""Configuration keys for shell completion. They are cached, because finding them imports all config classes."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def config_keys() -> list[str]:
-    """Lists every dotted key that can be set; [] if listing them fails."""
+    """Lists every dotted key that can be set. Returns [] if that fails."""
     import lm_trainer
 
     package = Path(lm_trainer.__file__).parent
@@ -23,7 +23,7 @@ def config_keys() -> list[str]:
         return []
     with suppress(OSError):
         cache.parent.mkdir(parents=True, exist_ok=True)
-        # A rename from a unique name: two shells may complete at once.
+        # Written under a unique name and renamed, because two shells may complete at the same time.
         new = cache.with_suffix(f".{os.getpid()}.tmp")
         new.write_text(json.dumps({"package": str(package), "newest": newest, "keys": keys}), encoding="utf-8")
         new.replace(cache)

@@ -55,7 +55,7 @@ def show(
 
     def comment(key: "KeyPath") -> str:
         source = loaded.origin(key)
-        # A key that was written keeps its own origin, even if the checkpoint says the same.
+        # A key that the user wrote keeps its own origin, even if the checkpoint has the same value.
         from_checkpoint = run.use_hf_model_config and key[0] == "model" and key[1] in run.model.model_fields_set
         return "config.json" if from_checkpoint and source == "default" else source
 
@@ -72,10 +72,10 @@ def check(
         typer.Option("--no-files", help="Skip the checks that data files and the tokenizer exist."),
     ] = False,
 ) -> None:
-    """Check a configuration: print every problem with its position, and exit with 2 if there are any.
+    """Check a configuration: print every problem with its position, and exit with code 2 if there are any.
 
-    Local files and globs must exist, and the tokenizer must be on this machine or on the hub. Object storage and data
-    sets of the hub are checked by `lmt train --dry-run`, which also checks the devices.
+    Local files and globs must exist, and the tokenizer must be on this machine or on the hub. `lmt train --dry-run`
+    also checks object storage, data sets on the hub, and the devices.
     """
     loaded = load_run_with_origins(ctx, config, overrides)
     if loaded.config.optimizer.weight_decay_modules:
@@ -92,7 +92,7 @@ def check(
 
 
 _KERNEL_PLATFORMS = {"cudnn": "gpu", "splash": "tpu", "ring": "cpu"}
-"""Platform to assume when checking a requested attention kernel; the actual one is known on the devices only."""
+"""Platform that is assumed when a requested attention kernel is checked. The devices determine the actual one."""
 
 
 def _check_files(loaded: "LoadedConfig[RunConfig]") -> None:
@@ -118,8 +118,8 @@ def import_config(
 ) -> None:
     """Convert a configuration of Levanter, nanoGPT, litgpt, axolotl or torchtitan.
 
-    Keys without an equivalent are listed with the reason, on stderr and at the top of the result. Python files are
-    parsed, not executed.
+    Keys without an equivalent are listed with the reason on stderr and at the top of the result. Python files are
+    parsed, but not executed.
 
     Examples:
         lmt config import train_gpt2.py -o my.yaml
@@ -155,9 +155,9 @@ def plot(
         bool, typer.Option("--terminal", help="Plot in the terminal; the default without --out.")
     ] = False,
 ) -> None:
-    """Plot learning rate, batch size and mixture weights over the steps of a run, without starting it.
+    """Plot learning rate, batch size and mixture weights over the steps of a run, without starting the run.
 
-    Marks warm-ups, ends of cycles, and steps whose checkpoints are kept.
+    The plot marks warm-ups, ends of cycles, and steps whose checkpoints are kept.
     """
     from shutil import get_terminal_size
 
@@ -178,7 +178,7 @@ def schema(
         path_option("--output", "-o", metavar="FILE", help="Write the schema to this file instead of stdout."),
     ] = None,
 ) -> None:
-    """Print the JSON schema, for completion and checks of configurations in an editor.
+    """Print the JSON schema, with which an editor can complete and check configurations.
 
     Put `# yaml-language-server: $schema=FILE` at the top of a configuration.
     """
@@ -206,11 +206,11 @@ def diff(
     ] = None,
     overrides: OverridesArgument = None,
 ) -> None:
-    """Print the keys in which A differs from the defaults, or B from A; overrides apply to the last one named."""
+    """Print the keys in which A differs from the defaults, or B from A; overrides apply to the last configuration."""
     from lm_trainer.config.diff import differences, differences_from_defaults
 
     settings = list(overrides or [])
-    # B is optional, so the next word may be a setting.
+    # B is optional, so the next argument may be a setting.
     if b is not None and (b.startswith("--") or "=" in b):
         b, settings = None, [b, *settings]
     if b is None:
@@ -225,5 +225,5 @@ def diff(
 
 
 def _resolve_config_file(ctx: typer.Context, path: Path) -> Path:
-    """The configuration file at a path, or in a run directory."""
+    """Returns the configuration file at a path, or the one in a run directory."""
     return path / "config.yaml" if path.is_dir() else find_config_file(ctx, path)

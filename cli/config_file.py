@@ -1,4 +1,4 @@
-"""Configuration files by name: `gpt2_nano` for `configs/gpt2_nano.yaml`, in the working directory or source tree."""
+"""Finds configuration files by name, such as `gpt2_nano` for `configs/gpt2_nano.yaml`."""
 
 from pathlib import Path
 
@@ -11,10 +11,11 @@ _SUFFIXES = ("", ".yaml", ".yml")
 
 
 def find_config_file(ctx: typer.Context, requested: Path) -> Path:
-    """Finds the configuration file named by an argument.
+    """Finds the configuration file that an argument names.
 
-    The path itself comes first. A bare name is searched in the working directory, in its `configs/`, and in the
-    configurations shipped with the program, with and without `.yaml`. A file found by name is reported on stderr.
+    The argument is first tried as a path. A bare name is then searched, with and without `.yaml`, in the working
+    directory, in its `configs/`, and in the configurations shipped with the program. A file found by name is reported
+    on stderr.
 
     Raises:
         ConfigError: if no file has the name.
@@ -26,7 +27,7 @@ def find_config_file(ctx: typer.Context, requested: Path) -> Path:
 
 
 def find_source_file(ctx: typer.Context, requested: Path) -> Path:
-    """Finds a file as `find_config_file` does; returns the argument itself if there is no such file."""
+    """Finds a file like `find_config_file`. Returns the argument itself if there is no such file."""
     if requested.is_file() or not _is_bare(requested):
         return requested
     names = [directory / f"{requested.name}{suffix}" for directory in _search_directories() for suffix in _SUFFIXES]
@@ -37,14 +38,14 @@ def find_source_file(ctx: typer.Context, requested: Path) -> Path:
 
 
 def _is_bare(path: Path) -> bool:
-    """True for a name without directories that is not an option."""
+    """Returns True for a name without directories that is not an option."""
     return len(path.parts) == 1 and path.name not in ("", "..") and not path.name.startswith("-")
 
 
 def _search_directories() -> list[Path]:
-    """The directories to search, in order; the source tree only if this is one."""
+    """Lists the directories to search, in order. Includes the source tree only if the program runs from it."""
     source = Path(__file__).resolve().parents[1]
-    # Next to this package: `configs` in the source tree, `_configs` when installed.
+    # Next to this package: `configs` in the source tree, or `_configs` if the package is installed.
     source_configs = source / ("configs" if (source / "pyproject.toml").is_file() else "_configs")
     shipped = [source_configs] if source_configs.is_dir() else []
     return [Path(), Path("configs"), *(path for path in shipped if path != Path("configs").resolve())]
@@ -59,7 +60,7 @@ def _suggest_similar(requested: Path) -> str:
     from lm_trainer.config.document import find_similar
 
     files = [path for directory in _search_directories() for path in sorted(directory.glob("*.y*ml"))]
-    # Files of the working directory by file name, others by the name that finds them; the nearest directory wins.
+    # Files in the working directory are listed by file name, others by bare name. The nearest directory wins.
     names = {path.stem: path.name if path.parent == Path() else path.stem for path in reversed(files)}
     near = find_similar(requested.stem if requested.suffix in _SUFFIXES else requested.name, list(names))
     return f"; did you mean {' or '.join(names[stem] for stem in near)}?" if near else ""

@@ -61,9 +61,9 @@ def build(
     from lm_trainer.data.tokenize.progress import BuildCallbacks, Stopped
     from lm_trainer.health.signals import InterruptHandler
 
-    # Tokenising allocates and frees batches of text constantly.
+    # Tokenisation constantly allocates and frees batches of text.
     keep_freed_memory()
-    # Without an address, --ray starts a cluster on this machine's cores.
+    # Without an address, --ray starts a cluster on the cores of this machine.
     cluster = run.trainer.ray if ray else None
     message = "what was tokenised is kept, and the same command goes on"
     with InterruptHandler(message) as signals, build_progress() as show:
@@ -72,7 +72,7 @@ def build(
         try:
             ledgers = [(cache.name, cache.run(callbacks)) for cache in plan.builds.values()]
         except Stopped:
-            # The build noticed the signal itself: Python had lost its exception.
+            # The build noticed the signal itself, because the exception that Python raised was lost.
             raise signals.to_exception() from None
     for name, ledger in ledgers:
         bad = f", {ledger.bad} bad rows left out" if ledger.bad else ""
@@ -116,7 +116,7 @@ def verify(
 
     caches = report.cache_statuses(run.data)
     if repair:
-        # A cache that does not match would not be rebuilt.
+        # A cache that does not match the configuration would not be rebuilt.
         _refuse_mismatched_caches(caches)
     wrong: list[str] = []
     for cache in caches:
@@ -163,9 +163,9 @@ def inspect(
     count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Number of documents.")] = 3,
     chars: CharsOption = 300,
 ) -> None:
-    """Print documents as stored in the cache: source, tokens and text.
+    """Print documents as they are stored in the cache: source, tokens and text.
 
-    For formats that mask tokens, the trained part is between ⟦ and ⟧.
+    For formats that mask tokens, the part with a loss is between ⟦ and ⟧.
     """
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.data import inspect as report
@@ -211,7 +211,7 @@ def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgume
 
 
 def _tokenizer_to_train(config: "TokenizerConfig", output: Path, vocab_size: int | None) -> "TrainedBpe":
-    """The tokenizer of the configuration, with the requested vocabulary size."""
+    """Returns the tokenizer settings of the configuration, with the requested vocabulary size."""
     from lm_trainer.data.tokenizer import Pretrained, TrainedBpe
 
     if isinstance(config, Pretrained) and Path(expand_home(config.name)).absolute() == output.absolute():
@@ -249,7 +249,7 @@ def train_tokenizer(
 ) -> None:
     """Train a byte-level BPE tokenizer on the training text, and write a directory for data.tokenizer.
 
-    data.tokenizer may name the new directory already. For example:
+    data.tokenizer may already name the new directory. For example:
 
         lmt data train-tokenizer my.yaml -o words --vocab-size 8192
     """
@@ -258,7 +258,7 @@ def train_tokenizer(
     from lm_trainer.data.tokenizer import train_bpe
 
     settings = _tokenizer_to_train(run.data.tokenizer_config, output, vocab_size)
-    # Checked before the training, which may take minutes.
+    # Checked before training the tokenizer, which may take minutes.
     if output.exists() and any(output.iterdir() if output.is_dir() else [output]):
         raise UserError(f"{output} exists; choose another directory with --output")
     caches = find_caches(run.data)[1]

@@ -25,7 +25,7 @@ def at(
     ] = None,
     chars: CharsOption = 200,
 ) -> None:
-    """Print the documents a step trains on: source, first token, and text of each.
+    """Print the documents that a step trains on: the source, first token and text of each.
 
     Text without a cache is tokenised first.
 
@@ -51,8 +51,8 @@ def describe_row(traced: "RowDocuments", *, named: bool, chars: int) -> str:
 
     Args:
         traced: the row.
-        named: print the name of its data set.
-        chars: characters to show of each passage; 0 means all.
+        named: prints the name of the row's data set.
+        chars: number of characters to show of each passage; 0 means all.
     """
     origin = traced.origin
     of_set = f" of {origin.set.name}" if named else ""
@@ -60,7 +60,7 @@ def describe_row(traced: "RowDocuments", *, named: bool, chars: int) -> str:
     for passage in traced.passages:
         lines.append(f"  {passage.where}, {passage.tokens} tokens from {passage.offset} on:")
         truncate = chars and len(passage.text) > chars
-        # The text may hold terminal control sequences.
+        # The text may contain terminal control sequences.
         text = passage.text[:chars] + " ..." if truncate else passage.text
         lines += [f"    | {line}" for line in text.splitlines()]
     return "\n".join(lines)

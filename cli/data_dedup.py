@@ -53,8 +53,8 @@ def dedup(
 ) -> None:
     """Count exact and near duplicates among the documents of the training text, across all of its data sets.
 
-    Keeps the first document of each group. --output writes the others to a list for data.exclude, so training
-    skips them, and caches are reused. Near duplicates are found by MinHash (extra `dedup`).
+    Keeps the first document of each group. --output writes all others to a list for data.exclude, so that training
+    skips them; caches remain valid. MinHash finds near duplicates (extra `dedup`).
 
     For example:
 
@@ -90,12 +90,12 @@ def open_train_data(config: Any) -> "Data":
 
     config.require_documents()
     with build_progress() as show:
-        # Rows of one token, so data sets too short for longer rows can be compared too.
+        # Rows of one token, so that data sets that are too short for longer rows can be compared as well.
         return open_data(config.model_copy(update={"packing": "concat"}), seq_len=1, seed=0, on_progress=show)
 
 
 def write_exclusion_list(data: "Data", output: Path, entries: list[dict[str, Any]]) -> None:
-    """Writes a list of documents to exclude, including the ones already excluded by the configuration."""
+    """Writes a list of documents to exclude, including documents that the configuration already excludes."""
     from lm_trainer.data.cache.exclusion import write_exclusions
     from lm_trainer.data.corpus import train_caches
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lm_trainer.run.config.run_config import RunConfig
 
 _STEPS = 8
-"""Maximum steps listed per occurrence."""
+"""Maximum number of steps that are listed per occurrence."""
 
 
 def find(
@@ -40,10 +40,10 @@ def find(
     ] = 20,
     as_json: JsonOption = False,
 ) -> None:
-    """Find a text in the data of a run: every document with it, and the past and future steps that train on it.
+    """Find every document with a text in the data of a run, and the past and future steps that train on the text.
 
-    Reads all tokens, including held-out sets. The match is byte by byte on the tokenised text, independent of token
-    boundaries. Text without a cache is tokenised first.
+    Reads all tokens, including held-out sets. Compares the bytes of the tokenised text, regardless of token boundaries.
+    Text without a cache is tokenised first.
 
     For example:
 
@@ -53,7 +53,7 @@ def find(
     """
     words = list(overrides or [])
     if file is not None and text is not None:
-        # With --file, the word in the position of TEXT is a setting.
+        # With --file, the argument in the position of TEXT is a setting.
         words, text = [text, *words], None
     target = _read_text(file) if file is not None else text
     if not target:
@@ -98,7 +98,7 @@ def _read_text(file: Path) -> str:
 
 
 def load_configuration_and_step(ctx: typer.Context, run: str, overrides: list[str]) -> tuple["RunConfig", int | None]:
-    """The configuration of a run and its last step (None for a configuration file)."""
+    """Returns the configuration of a run and its last step (None for a configuration file)."""
     if run.endswith((".yaml", ".yml")):
         return load_resolved_config(ctx, find_config_file(ctx, Path(run)), overrides), None
     import os
@@ -106,7 +106,7 @@ def load_configuration_and_step(ctx: typer.Context, run: str, overrides: list[st
     from lm_trainer.reproduce.record import RunRecord
 
     record = RunRecord.read(run)
-    # Relative paths in the configuration refer to the directory in which the run was started.
+    # Relative paths in the configuration refer to the directory where the run was started.
     os.chdir(record.root)
     return record.load_config(record.last, overrides), record.last
 

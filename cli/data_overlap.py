@@ -43,9 +43,9 @@ def overlap(
 ) -> None:
     """Report how much of an evaluation set occurs in a run's training text, per document and in total.
 
-    Searches all training text for the n-grams of the evaluation set, ignoring case and punctuation. With 13 words, a
-    document with any match is "dirty" as in the GPT-3 paper. The papers on PaLM and Llama report the share of words
-    covered, with --ngram 8. --output writes a list of the matching training documents for data.exclude.
+    Searches all training text for the n-grams of the evaluation set, ignoring case and punctuation. With n-grams of 13
+    words, a document with any match is "dirty" as in the GPT-3 paper. The PaLM and Llama papers report the fraction of
+    words covered, with --ngram 8. --output writes a list of the matching training documents for data.exclude.
 
     For example:
 

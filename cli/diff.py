@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from lm_trainer.reproduce.compare import Comparison
 
 _NAMED = 4
-"""Parameters to list by name; further ones are only counted."""
-# The field was renamed; the JSON keeps the old key for existing scripts.
+"""Maximum number of parameters that are listed by name. Further parameters are only counted."""
+# The field was renamed, but the JSON keeps the old key for existing scripts.
 _JSON_NAMES = {"divergence": "parting"}
 
 
@@ -23,8 +23,8 @@ def diff(
 ) -> None:
     """Find the first step at which two runs diverge, and why.
 
-    Compares configuration, data, code, packages and devices, and parameters if both runs have a checkpoint of the same
-    step. Only reads the run directories. Exit codes: 0 if all common steps are equal, else 1.
+    Compares configuration, data, code, packages and devices, and also parameters if both runs have a checkpoint of the
+    same step. Reads only the run directories. Exit codes: 0 if all common steps are equal, otherwise 1.
 
     For example:
 

@@ -1,4 +1,4 @@
-"""`lmt eval`: a model's loss on texts and scores on tasks, and the differences of two models."""
+"""`lmt eval`: evaluates a model on texts and tasks, and compares two models."""
 
 from collections.abc import Callable
 from functools import partial
@@ -97,12 +97,12 @@ def evaluate(
 ) -> None:
     """Evaluate a model: loss, perplexity and bits per byte of held-out text, with standard errors.
 
-    Text is read in rows, as in training, so the loss on a run's own held-out text equals the loss reported by the run.
-    Bits per byte divides the bits of all predicted tokens by the UTF-8 bytes of their text, which makes models with
-    different tokenizers comparable. A set with tags counts in the average of each tag; micro averages weight by tokens,
-    macro averages weight sets equally. The figures do not depend on the number of devices. For OTHER, and by default
-    for MODEL, the newest checkpoint is used, with averaged weights if available; choose a step with
-    checkpoints/ID/STEP.
+    Text is read in rows, as in training, so the loss on a run's own held-out text equals the loss that the run
+    reported. Bits per byte is the loss of all predicted tokens in bits, divided by the number of UTF-8 bytes of their
+    text. It makes models with different tokenizers comparable. A set with tags counts in the average of each of its
+    tags. Micro averages weight sets by tokens, and macro averages weight sets equally. The figures do not depend on the
+    number of devices. For OTHER, and by default for MODEL, the newest checkpoint is used, with averaged weights if
+    available. To choose a step, pass checkpoints/ID/STEP.
 
     For example:
 
@@ -116,10 +116,10 @@ def evaluate(
     """
     from lm_trainer.core.runtime import prepare_process
 
-    # Before jax is imported: sets its allocator and threads.
+    # Called before jax is imported, because it configures jax's allocator and threads.
     prepare_process()
 
-    # First, before any import of a package the harness shares.
+    # Comes first, before the import of any package that the harness also uses.
     harness_tasks = _read_tasks(tasks, tasks_dir, num_fewshot=num_fewshot, limit=limit, chat=chat, samples=samples)
     from lm_trainer.core.terminal import json_line
     from lm_trainer.evaluate.model import open_eval_model
@@ -192,7 +192,7 @@ def _read_tasks(
     chat: bool,
     samples: Path | None,
 ) -> "Tasks | None":
-    """Reads the tasks before the model is loaded, so an unknown name fails at once."""
+    """Reads the tasks before the model is loaded, so that an unknown name fails immediately."""
     from lm_trainer.core.errors import UserError
     from lm_trainer.harness.config import HarnessConfig, check_harness_installed, disable_progress_bars
 

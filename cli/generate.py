@@ -52,9 +52,9 @@ def generate(
 ) -> None:
     """Continue prompts with a model.
 
-    Prints each prompt with its continuation; a single continuation is streamed. It ends at the model's end-of-document
-    token, before a --stop text, after --max-new-tokens, or when the context is full. Several devices hold a shard of
-    the model each, and their number affects the last digits of the probabilities.
+    Prints each prompt with its continuation. A single continuation is streamed. A continuation ends at the model's
+    end-of-document token, before a --stop text, after --max-new-tokens, or when the context is full. With several
+    devices, each holds a shard of the model, and their number affects the last digits of the probabilities.
 
     For example:
 
@@ -68,7 +68,7 @@ def generate(
     """
     from lm_trainer.core.runtime import configure_jax, prepare_process
 
-    # Before jax is imported: sets its allocator and threads.
+    # Called before jax is imported, because it configures jax's allocator and threads.
     prepare_process()
     import dataclasses
 
@@ -76,9 +76,9 @@ def generate(
     from lm_trainer.generate.text import Sampling, continue_texts, read_prompts, stream_text
     from lm_trainer.run.weights.open_model import local_devices, open_model
 
-    # Reads programs an earlier call compiled; compiling is most of the time to the first token.
+    # Reads programs that an earlier call compiled. Compilation is most of the time to the first token.
     configure_jax({}, None)
-    # Both are checked before the model is loaded.
+    # Both are checked before the model is loaded, which takes longer.
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
         temperature=temperature,

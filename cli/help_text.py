@@ -1,4 +1,4 @@
-"""Help text whose paragraphs fill the width of the terminal."""
+"""Reflows help texts so that their paragraphs fill the width of the terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def reflow_group(group: Any) -> None:
-    """Joins the lines of every paragraph in the help of a group's commands and of its nested groups."""
+    """Joins the lines of every paragraph in the help texts of a group's commands and nested groups."""
     for command in group.commands.values():
         command.help = reflow(command.help) if command.help else command.help
         if hasattr(command, "commands"):
@@ -15,9 +15,9 @@ def reflow_group(group: Any) -> None:
 
 
 def reflow(text: str) -> str:
-    """Joins the lines of paragraphs; indented lines are examples, and stay unchanged.
+    """Joins the lines of each paragraph. Indented lines are examples, and stay unchanged.
 
-    The line that announces examples becomes a separate paragraph.
+    A line that introduces examples becomes a separate paragraph.
     """
     text = re.sub(r"^((?:For example|Examples?):)\n(?=\s)", r"\1\n\n", text, flags=re.MULTILINE)
     paragraphs = re.split(r"\n\s*\n", text)

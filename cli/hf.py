@@ -1,4 +1,4 @@
-"""`lmt export-hf` and `lmt import-hf`: models to and from the Hugging Face format."""
+"""`lmt export-hf` and `lmt import-hf`: convert models to and from the Hugging Face format."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -59,8 +59,8 @@ def export_hf(
 ) -> None:
     """Write a checkpoint as a directory that `transformers` loads: safetensors, configuration, tokenizer and card.
 
-    A run that trains an adapter becomes a directory that `peft` loads. OUT is written atomically: a crash leaves no
-    partial export.
+    For a run that trains an adapter, writes a directory that `peft` loads. OUT is written atomically, so a crash leaves
+    no partial export.
 
     For example:
 
@@ -115,8 +115,7 @@ def import_hf(
 ) -> None:
     """Convert a `transformers` model to a checkpoint, for training, generation and export.
 
-    Reads config.json, safetensors weights and tokenizer.json. Pickles are refused, and no code of the model is
-    executed.
+    Reads config.json, safetensors weights and tokenizer.json. Refuses pickles, and executes no code of the model.
 
     For example:
 

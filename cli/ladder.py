@@ -1,4 +1,4 @@
-"""`lmt ladder`: trains several sizes with one recipe, and predicts larger runs."""
+"""`lmt ladder`: trains several model sizes with one recipe, and predicts larger runs."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,7 +35,7 @@ def _prepare() -> None:
 
 
 def _select_sizes(ladder: "ModelLadder", sizes: list[str] | None) -> list[str]:
-    """The named sizes, which may be any the models define, else all sizes of the ladder."""
+    """Returns the named sizes, which may be any sizes that the models define, or by default the ladder's sizes."""
     for size in sizes or ():
         ladder.model_configurator.check(size)
     return list(sizes or ladder.sizes)
@@ -128,7 +128,7 @@ def run(
 ) -> None:
     """Train every size, smallest first; repeat the command to resume where it stopped.
 
-    After raising chinchilla_multiple, finished runs continue to the new length.
+    If chinchilla_multiple is raised, finished runs continue to the new length.
 
     Examples:
         lmt ladder run configs/ladder_nano.yaml
@@ -161,7 +161,7 @@ def status(
     size: SizesOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the existing checkpoints of each size, and score registered predictions."""
+    """Show which checkpoints of each size exist, and score registered predictions."""
     ladder = load_ladder(ctx, config, overrides)
 
     import json

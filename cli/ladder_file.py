@@ -1,4 +1,4 @@
-"""The YAML file of a ladder, as its commands read it."""
+"""Loads the YAML file of a ladder for the `lmt ladder` commands."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def load_ladder(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "ModelLadder":
-    """Loads a ladder, as `load_run_with_origins` loads a run."""
+    """Loads a ladder like `load_run_with_origins` loads a run."""
     from lm_trainer.ladder import ModelLadder
 
     return load_config(ctx, config, overrides, ModelLadder).config

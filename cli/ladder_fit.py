@@ -1,4 +1,4 @@
-"""`lmt ladder fit | predict | compare | register | report`: scaling laws fitted to the runs of a ladder."""
+"""`lmt ladder fit | predict | compare | register | report`: fit scaling laws to the runs of a ladder."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,7 +44,7 @@ def _is_ladder(source: Path) -> bool:
 
 
 def _load_points(ctx: typer.Context, source: Path, overrides: list[str] | None, **options: Any) -> Any:
-    """The measured points of a ladder or a table."""
+    """Loads the measured points of a ladder or a table."""
     from lm_trainer.ladder.fit.sources import ladder_points, table_points
 
     if _is_ladder(source):
@@ -54,7 +54,7 @@ def _load_points(ctx: typer.Context, source: Path, overrides: list[str] | None, 
 
 
 def _load_fit(ctx: typer.Context, source: Path, overrides: list[str] | None = None) -> "Fit":
-    """A saved fit, or a fit of a ladder or table with default settings."""
+    """Loads a saved fit, or fits a ladder or table with default settings."""
     from lm_trainer.ladder.fit.fitting import fit as fit_points
     from lm_trainer.ladder.fit.sources import read_or_fit
 
@@ -161,7 +161,7 @@ def predict(
     extrapolate: ExtrapolateOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict the metrics of a run that has not been trained, or the best use of a compute budget, with intervals.
+    """Predict, with intervals, the metrics of a run that has not been trained, or the best use of a compute budget.
 
     Examples:
         lmt ladder predict fit.json --params 7e9 --tokens 4e12
@@ -209,7 +209,7 @@ def compare(
     extrapolate: ExtrapolateOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Estimate the fraction of compute with which recipe B reaches the loss of recipe A, with intervals.
+    """Estimate, with intervals, how much compute recipe B needs to reach the loss of recipe A.
 
     Examples:
         lmt ladder compare adamw.json muon.json
@@ -271,7 +271,7 @@ def register(
     max_extrapolation: MaxOption = 100,
     extrapolate: ExtrapolateOption = False,
 ) -> None:
-    """Record a dated and hashed prediction before the run is trained; `lmt ladder status` scores it later.
+    """Record a dated and hashed prediction before a run is trained; `lmt ladder status` scores it later.
 
     Examples:
         lmt ladder register configs/ladder_nano.yaml --size 273k

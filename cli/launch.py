@@ -27,7 +27,7 @@ Devices = Annotated[
 ]
 
 
-# The options of `slurm`, in the order in which its help lists them.
+# Options of `slurm`, in the order of its help text.
 ProcessesOrNodes = Annotated[
     int | None,
     typer.Option(
@@ -63,7 +63,7 @@ Submit = Annotated[bool, typer.Option("--submit", help="Submit the script with s
 
 
 def _training_arguments(config: Path, overrides: list[str] | None) -> list[str]:
-    """The Python arguments of one process."""
+    """Returns the arguments of Python for one process."""
     return ["-m", "lm_trainer", "train", str(config.absolute()), *(overrides or [])]
 
 
@@ -77,17 +77,17 @@ def local(
 ) -> None:
     """Train in N processes on this machine.
 
-    The processes share the machine's GPUs (or the GPUs in CUDA_VISIBLE_DEVICES) equally; without GPUs, each has one CPU
-    device. Each line of output starts with the number of its process. Ctrl-C makes all of them save and stop; a second
-    one stops them immediately. If a process fails, it is reported, the others are stopped, and its exit code is
-    returned.
+    The processes share the machine's GPUs (or the GPUs in CUDA_VISIBLE_DEVICES) equally. Without GPUs, each has one CPU
+    device. Each line of output starts with the number of its process. Ctrl-C makes all processes save and stop, and a
+    second Ctrl-C stops them immediately. If a process fails, the failure is reported, the other processes are stopped,
+    and the exit code of the failed process is returned.
 
     Examples:
         lmt launch local my.yaml -n 8
 
         lmt launch local my.yaml -n 2 --devices-per-process 2 trainer.num_train_steps=100
     """
-    # Finds mistakes once, instead of in each process.
+    # Errors are found here once, instead of in each process.
     run = load_run_config(ctx, config, overrides)
     if devices_per_process is not None:
         check_device_count(run, processes * devices_per_process)
@@ -116,12 +116,12 @@ def slurm(
     output: OutputFile = None,
     submit: Submit = False,
 ) -> None:
-    """Write the SLURM batch script of a run, or submit it.
+    """Write a SLURM batch script for a run, or submit it.
 
-    Each GPU gets a process; with a smaller -n, the processes of a node share its GPUs equally. They discover each
-    other through SLURM's environment. Before the time limit and on preemption, they save, exit with code 75, and
-    the job is requeued to resume the run; scancel ends it, with everything saved. All nodes must see the working
-    directory.
+    Each GPU gets a process. With a smaller -n, the processes of a node share its GPUs equally. The processes discover
+    each other through SLURM's environment. Before the time limit and on preemption, they save and exit with code 75,
+    and the job is requeued to resume the run. scancel ends the job after everything is saved. All nodes must be able to
+    access the working directory.
 
     Examples:
         lmt launch slurm my.yaml --nodes 2 --gpus-per-node 8 --time 24:00:00 > job.sh
@@ -130,7 +130,7 @@ def slurm(
 
         lmt launch slurm my.yaml -n 2 --devices-per-process 2 trainer.num_train_steps=100 --submit
     """
-    # Finds mistakes now, not after hours in a queue.
+    # Errors are found now, and not after hours in a queue.
     run = load_run_config(ctx, config, overrides)
     processes = processes or nodes * (gpus_per_node or 1)
     if gpus_per_node or devices_per_process:
@@ -181,10 +181,10 @@ def ray(
         float, typer.Option("--wait", metavar="SECONDS", min=0, help="Maximum wait for free resources on the cluster.")
     ] = 300,
 ) -> None:
-    """Train in N processes on a running Ray cluster; this command never starts one.
+    """Train in N processes on a running Ray cluster; this command never starts a cluster.
 
-    All nodes need lm_trainer installed, and must see configuration, data and run directories at the same paths. Output,
-    Ctrl-C and failures behave as in `lmt launch local`.
+    lm_trainer must be installed on all nodes, and all nodes must have configuration, data and run directories at the
+    same paths. Output, Ctrl-C and failures are handled as in `lmt launch local`.
 
     Examples:
         lmt launch ray my.yaml -n 4 --gpus-per-process 1
@@ -198,7 +198,7 @@ def ray(
 
     job = RayJob(
         processes=processes,
-        # The most explicit setting wins; `auto` finds a cluster that this machine is part of.
+        # The most explicit setting wins. `auto` finds a cluster that this machine is part of.
         address=address or run.trainer.ray.address or os.environ.get("RAY_ADDRESS") or "auto",
         cpus_per_process=cpus_per_process,
         gpus_per_process=gpus_per_process,

@@ -1,4 +1,4 @@
-"""`lmt launch k8s`: a run on Kubernetes."""
+"""`lmt launch k8s`: starts a run on Kubernetes."""
 
 import re
 from typing import TYPE_CHECKING, Annotated
@@ -94,13 +94,13 @@ def k8s(
     output: OutputFile = None,
     submit: Annotated[bool, typer.Option("--apply", help="Apply the manifest with kubectl.")] = False,
 ) -> None:
-    """Write the Kubernetes manifest of a run as a JobSet, or apply it with kubectl.
+    """Write a Kubernetes manifest (a JobSet) for a run, or apply it with kubectl.
 
     Supports TPU slices of Google Kubernetes Engine, with one pod per machine, and nodes with NVIDIA GPUs, with one pod
     per node. The manifest contains the configuration. A run that stopped with everything saved (exit code 75) is
-    restarted without limit, after a crash or a lost machine up to `--max-restarts` times; an invalid configuration or a
-    non-finite loss ends it. `trainer.checkpointer.base_path` must be in a bucket, or, like `trainer.log_dir`, on a
-    volume that all pods share. The cluster needs JobSet 0.10.1 or newer.
+    restarted any number of times. After a crash or the loss of a machine, it is restarted up to `--max-restarts` times.
+    An invalid configuration or a non-finite loss ends it. `trainer.checkpointer.base_path` must be in a bucket, or,
+    like `trainer.log_dir`, on a volume that all pods share. The cluster needs JobSet 0.10.1 or newer.
 
     Examples:
         lmt launch k8s my.yaml --image IMAGE --accelerator v5p-128 trainer.checkpointer.base_path=gs://bucket/runs
@@ -163,7 +163,7 @@ def _make_gpus(accelerator: str, nodes: int, per_node: int, tpu_options: tuple[o
 
 
 def _warn_about_slices(slices: int, replicas: int) -> None:
-    """Warns on stderr about settings that do not suit several slices."""
+    """Warns on stderr about settings that are unsuitable for several slices."""
     if slices > 1 and replicas != slices:
         clean.secho(
             f"note: trainer.replica_dcn_axis_size is {replicas} for {slices} slices; set it to {slices}, or parameters "

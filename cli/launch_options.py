@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lm_trainer.run.config.run_config import RunConfig
 
 option_without_default = partial(typer.Option, show_default=False)
-"""An option whose default is not shown."""
+"""An option whose help does not show a default."""
 
 OutputFile = Annotated[
     Path | None,
@@ -32,12 +32,12 @@ SpotOption = Annotated[
 
 
 def check_device_count(run: "RunConfig", count: int) -> None:
-    """Raises UserError if the run cannot use `count` devices: before the job queues for hours."""
+    """Raises UserError if the run cannot use `count` devices, before the job waits in a queue for hours."""
     run.trainer.step_plan.check_device_count(count)
 
 
 def write_or_submit(text: str, output: Path | None, submit: Callable[[str], str] | None) -> None:
-    """Writes a script or manifest to a file, submits it and prints the answer, or both; else prints it."""
+    """Writes the text to `output`, submits it and prints the scheduler's reply, or both. Without either, prints it."""
     if output is not None:
         output.write_text(text)
         clean.echo(f"wrote {output}", err=True)
@@ -48,7 +48,7 @@ def write_or_submit(text: str, output: Path | None, submit: Callable[[str], str]
 
 
 def parse_pairs(option: str, texts: list[str] | None) -> dict[str, str]:
-    """Reads the values of an option that takes NAME=VALUE.
+    """Parses the values of an option that takes NAME=VALUE.
 
     Raises:
         UserError: for a text without `=`.
@@ -60,6 +60,6 @@ def parse_pairs(option: str, texts: list[str] | None) -> dict[str, str]:
 
 
 def resource_name(config: Path) -> str:
-    """The name of a configuration file for cloud resources: lower-case letters, digits and `-`."""
+    """Turns the name of a configuration file into a cloud resource name: lower-case letters, digits and `-`."""
     name = re.sub(r"[^a-z0-9]+", "-", config.stem.lower()).strip("-")
     return f"lmt-{name}"[:40].rstrip("-")

@@ -1,4 +1,4 @@
-"""`lmt launch tpu`: a run on Cloud TPU VMs."""
+"""`lmt launch tpu`: starts a run on Cloud TPU VMs."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -83,12 +83,12 @@ def tpu(
     ] = 100,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands without running them.")] = False,
 ) -> None:
-    """Train on a TPU slice of Google Cloud: request it, set it up and follow the training.
+    """Train on a TPU slice of Google Cloud: request the slice, set it up and follow the training.
 
     Requests a queued resource, installs lm_trainer on all workers, starts `lmt train` on them and shows the output of
-    the first. If the TPU is preempted, another one is requested, and the run resumes from its newest checkpoint, so
-    `trainer.checkpointer.base_path` must outlive the TPU, for example in a bucket. The training does not depend on this
-    command; repeat the command to follow it.
+    the first worker. If the TPU is preempted, another one is requested, and the run resumes from its newest checkpoint.
+    So `trainer.checkpointer.base_path` must outlive the TPU, for example in a bucket. The training continues if this
+    command is stopped; repeat the command to follow it.
 
     Examples:
         lmt launch tpu my.yaml --accelerator v5p-128 --zone us-east5-a --dry-run

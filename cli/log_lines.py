@@ -1,4 +1,4 @@
-"""Formats Python's log records as all other output: `warning: ...` on stderr, each message once."""
+"""Formats Python's log records like all other output: `warning: ...` on stderr, and each message only once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import typer
 from cli import clean
 
 _LIBRARIES = ("huggingface_hub",)
-"""Libraries that also print their records themselves."""
+"""Libraries that also print their log records themselves."""
 
 
 class _LineHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        # Shown above a progress bar already.
+        # Already shown above a progress bar.
         if getattr(record, "shown", False):
             return
         severe = record.levelno >= logging.ERROR
@@ -23,8 +23,8 @@ class _LineHandler(logging.Handler):
 
 
 def show_log_lines() -> None:
-    """Shows every warning in this format, from this project and from libraries."""
+    """Shows all warnings of this project and of libraries in this format."""
     logging.basicConfig(level=logging.WARNING, handlers=[_LineHandler(logging.WARNING)])
     for name in _LIBRARIES:
-        # Once imported, the library has its own handler, which is enough.
+        # Once it is imported, the library has its own handler, which is enough.
         logging.getLogger(name).propagate = False

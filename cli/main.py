@@ -33,7 +33,7 @@ from cli.log_lines import show_log_lines
 from lm_trainer.core.errors import UserError, translate_disk_error, translate_out_of_memory
 
 EXIT_INTERRUPTED = 130
-"""128 + SIGINT, as shells report."""
+"""Exit code 128 + SIGINT, as shells report it."""
 
 _EXIT_CODES = (
     "Exit codes: 0 done; 1 crash, or the machine failed (disk full, not writable); 2 wrong usage or configuration; "
@@ -43,14 +43,14 @@ _EXIT_CODES = (
 
 
 class _Commands(TyperGroup):
-    """Prints errors for the user without a traceback; any other error is a crash, exit code 1."""
+    """Prints user errors without a traceback. Any other error is a crash with exit code 1."""
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
         help_text.reflow_group(self)
 
     def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
-        """Prints usage errors like all other errors, not in boxes."""
+        """Prints usage errors like all other errors, instead of in boxes."""
         if not standalone_mode:
             return super().main(*args, standalone_mode=False, **options)
         try:
@@ -59,7 +59,7 @@ class _Commands(TyperGroup):
             if message := usage.describe_usage_error(error):
                 print_error(UserError(message))
             code = error.exit_code
-        # A command's return value is not an exit code; the code of `typer.Exit` is.
+        # The return value of a command is not an exit code. The code of `typer.Exit` is.
         raise SystemExit(code if isinstance(code, int) else 0)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -73,7 +73,7 @@ class _Commands(TyperGroup):
         except UserError as error:
             raise typer.Exit(print_error(error)) from None
         except OSError as error:
-            # A full disk is never a bug; any other OSError is a crash with a traceback.
+            # A full disk is never a bug. Any other OSError is a crash with a traceback.
             if message := translate_disk_error(error):
                 raise typer.Exit(print_error(message)) from None
             raise
@@ -92,11 +92,11 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Train language models in JAX from one YAML file.",
     epilog=_EXIT_CODES,
-    # Tracebacks go into bug reports: plain text, without local variables, which may hold secrets.
+    # Tracebacks go into bug reports, so they are plain text without local variables, which may contain secrets.
     pretty_exceptions_enable=False,
     pretty_exceptions_show_locals=False,
 )
-# In the order of use: train, inspect configurations and plans, verify, export, generate, measure.
+# Ordered by use: train, inspect configurations and plans, verify, export, generate, measure.
 app.command(context_settings=OVERRIDES)(train.train)
 app.command()(runs.runs)
 app.add_typer(config.app, name="config")

@@ -1,4 +1,4 @@
-"""Explains an out-of-memory error: prints the table of `lmt plan` for the run, and layouts that fit."""
+"""Explains an out-of-memory error: prints the `lmt plan` table of the run, and layouts that fit."""
 
 import gc
 import shlex
@@ -25,12 +25,12 @@ _TIMEOUT = 600
 
 @contextmanager
 def explain_out_of_memory(run: "RunConfig", config: Path, overrides: list[str]) -> Iterator[None]:
-    """Context in which an out-of-memory error prints a plan of the run on these devices, then exits with its exit code.
+    """Prints a plan of the run on these devices if the block runs out of memory, and exits with that error's exit code.
 
     Args:
         run: the configuration.
-        config: its file.
-        overrides: settings that override the file.
+        config: the configuration file.
+        overrides: settings that override values in the file.
     """
     try:
         yield
@@ -45,7 +45,7 @@ def explain_out_of_memory(run: "RunConfig", config: Path, overrides: list[str]) 
 
 
 def _free_frames(error: BaseException) -> None:
-    """Frees the run's state, which the error's stack frames hold: the plan may not fit next to it."""
+    """Frees the run's state, which the error's stack frames reference, to make room for the plan."""
     from lm_trainer.core.runtime import return_freed_memory
 
     current: BaseException | None = error
@@ -64,7 +64,7 @@ def _print_plan(run: "RunConfig", config: Path, overrides: list[str]) -> None:
         return
     arguments = ["plan", str(config), *overrides, *_device_options(run.trainer.max_devices)]
     clean.echo("working out what this run needs (lmt plan) ...", err=True)
-    # In a new process: this one runs JAX on real devices, and a plan needs emulated ones.
+    # In a new process, because this process runs JAX on real devices and a plan needs emulated devices.
     command = [sys.executable, "-m", "lm_trainer", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT)
@@ -84,7 +84,7 @@ def _print_plan(run: "RunConfig", config: Path, overrides: list[str]) -> None:
 
 
 def _device_options(max_devices: int | None) -> list[str]:
-    """Options of `lmt plan` for the devices of this process and their memory."""
+    """Returns the options of `lmt plan` for the devices of this process and their memory."""
     import jax
 
     from lm_trainer.profile.memory_use import host_memory
@@ -92,7 +92,7 @@ def _device_options(max_devices: int | None) -> list[str]:
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None and device.platform == "cpu" and (total := host_memory()) is not None:
-        # Emulated devices share the machine's memory.
+        # Emulated devices share the memory of the machine.
         limit = total // jax.local_device_count()
     count = jax.device_count() if max_devices is None else min(max_devices, jax.device_count())
     return ["--devices", f"{count}x{device.device_kind}", *([] if limit is None else ["--memory", f"{limit}B"])]

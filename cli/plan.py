@@ -1,4 +1,4 @@
-"""`lmt plan`: memory, time and cost of a run on devices that need not be present."""
+"""`lmt plan`: predicts memory, time and cost of a run on devices that need not be present."""
 
 import json
 from collections.abc import Callable
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from lm_trainer.run.config.run_config import RunConfig
 
 _COMPILED = 3
-"""Number of layouts a search compiles."""
+"""Number of layouts that a search compiles."""
 _REASON = 400
-"""Maximum length of a compiler's last message."""
+"""Maximum number of characters that are shown of a compiler's last message."""
 
 
 def plan(
@@ -67,13 +67,13 @@ def plan(
     """Predict memory per device, time and cost of a run, without an accelerator and without running it.
 
     XLA compiles the programs of a training step for emulated devices and reports their memory. The documentation
-    compares it with real runs, under Scale, Plan a run. With --compile, the target devices' compiler reports memory,
-    and also FLOPs, memory traffic and communication; the devices themselves are not needed.
+    compares these figures with real runs under Scale, Plan a run. With --compile, the compiler for the target devices
+    reports memory, and also FLOPs, memory traffic and communication. The devices themselves are not needed.
 
-    Several configurations and several --devices are compared in one table.
+    With several configurations or several --devices, one table compares all of them.
 
-    With --search, mesh axes, microbatches, gathering, rematerialisation and attention are optimised: prints the fastest
-    layouts that fit, their settings for `lmt train`, and which of these change the run's numbers.
+    --search optimises mesh axes, microbatches, gathering, rematerialisation and attention. It prints the fastest
+    layouts that fit, their settings for `lmt train`, and which of these settings change the results of the run.
 
     For example:
 
@@ -107,7 +107,7 @@ def plan(
         raise UserError(
             "the configurations have different trainer.jax_config, which is of the process: plan one by one"
         )
-    # Before the first use of JAX's devices: their number cannot change afterwards.
+    # Before the first use of JAX's devices, because their number cannot change afterwards.
     emulated = emulate_devices(next(iter(runs.values())).trainer, max(group.count for group in groups.values()))
     pairs = [(name, text) for name in runs for text in groups]
 
@@ -129,7 +129,7 @@ def plan(
         if as_json:
             clean.echo(json.dumps(searches[0] if len(searches) == 1 else {"searches": searches}, indent=1))
         return
-    # On stderr: stdout may be JSON for another program.
+    # On stderr, because stdout may be JSON for another program.
     clean.echo("compiling ...", err=True)
     if len(pairs) == 1:
         only = plan_on_devices(*pairs[0])
@@ -146,14 +146,14 @@ def plan(
 
 
 def _split_files_and_settings(ctx: typer.Context, first: Path, words: list[str]) -> tuple[list[Path], list[str]]:
-    """Splits the words into configuration files, which come first, and settings."""
+    """Splits the arguments into configuration files, which come first, and settings."""
     files = [first]
     for word in words:
         if "=" in word or word.startswith("-"):
             break
         file = find_source_file(ctx, Path(word))
         if not file.is_file():
-            # Possibly a setting without its value, which the loader reports better.
+            # Possibly a setting without a value, for which the loader has a better message.
             if not word.endswith((".yaml", ".yml")):
                 break
             file = find_config_file(ctx, file)
@@ -172,7 +172,7 @@ def _target_devices(group: "DeviceGroup", emulated: Any, *, own_compiler: bool) 
 def _search_and_print(
     run: "RunConfig", group: "DeviceGroup", assumptions: Any, compile_one: Callable[..., Any] | None, *, as_json: bool
 ) -> dict[str, Any]:
-    """Runs a search, prints it unless JSON is requested, and returns it as plain data."""
+    """Runs a search, prints the result unless JSON is requested, and returns it as plain data."""
     from lm_trainer.plan import search_layouts
     from lm_trainer.plan.search_table import search_lines
 
@@ -185,7 +185,7 @@ def _search_and_print(
 
 
 def _make_compile_function(config: str, settings: list[str], devices: str, options: list[str]) -> Callable[..., Any]:
-    """Returns a function that compiles a layout in a separate process, because a compiler may abort its process."""
+    """Returns a function that compiles a layout in a separate process, because a compiler may abort the process."""
     import subprocess
     import sys
 
@@ -214,11 +214,11 @@ def _make_compile_function(config: str, settings: list[str], devices: str, optio
 
 
 def _failure_reason(stderr: str) -> str:
-    """One line with the reason for a failure: the command's error, else the message of the compiler that aborted."""
+    """Returns the reason for a failure in one line: the command's error, or the last message of an aborted compiler."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     if (error := next((line for line in lines if line.startswith("error: ")), None)) is not None:
         return error.removeprefix("error: ")
     marks = ("Check failed", "Error")
     message = next((line for mark in marks for line in lines if mark in line), lines[-1] if lines else "no output")
-    # Strips time, thread and source location, with which compiler log lines begin.
+    # Strips the time, thread and source location at the beginning of compiler log lines.
     return f"the compiler ends the process: {message.partition('] ')[2] or message}"[:_REASON]

@@ -39,12 +39,12 @@ def replay(
 ) -> None:
     """Recompute one step of a run, and show recorded and new metrics, norms per parameter, and the hardest tokens.
 
-    For a loss spike, or the step at which a non-finite loss stopped the run. Starts from the nearest earlier
-    checkpoint, and does not modify the run. Overrides may change settings that do not affect the numbers, such as
+    Use it for a loss spike, or for the step at which a non-finite loss stopped the run. Starts from the nearest earlier
+    checkpoint, and does not modify the run. Overrides may change settings that do not affect the results, such as
     devices.
 
-    With --metrics, recomputes the steps whose lines are missing from metrics.jsonl, from checkpoint to checkpoint, and
-    restores losses, evaluations and fingerprints if the checkpoints' fingerprints are reproduced.
+    --metrics recomputes the steps whose lines are missing from metrics.jsonl, from checkpoint to checkpoint. It
+    restores losses, evaluations and fingerprints if the fingerprints of the checkpoints are reproduced.
 
     Examples:
         lmt replay my-run --step 12345 --show-batch
@@ -57,7 +57,7 @@ def replay(
         raise UserError("name a step by --step N, or give --metrics")
     from lm_trainer.core.runtime import prepare_process
 
-    # Before jax is imported: sets its allocator and threads.
+    # Called before jax is imported, because it configures jax's allocator and threads.
     prepare_process()
     check_is_run(run)
     import sys
@@ -72,7 +72,7 @@ def replay(
     if step is None:
         _restore_metrics(record, overrides or [], as_json=as_json)
         return
-    # Progress goes to stderr, so the output can be piped.
+    # Progress goes to stderr, so that the output can be piped.
     with QuietProgress(record.last, stream=sys.stderr) as progress:
         done = run_replay(
             record, step, top_k=top_k, dump_grads=dump_grads, overrides=overrides or [], progress=progress
@@ -138,7 +138,7 @@ def _replay_lines(name: str, done: "Replay", top_k: int) -> Iterator[str]:
 
 
 def _norm_lines(norms: "dict[str, Norms]", top_k: int) -> Iterator[str]:
-    # A NaN is not equal to itself: gradients with NaNs come last, because they have no order.
+    # Gradients with NaNs come last, because NaNs have no order. A NaN is not equal to itself.
     ordered = sorted(
         norms.items(), key=lambda item: -item[1].gradient if item[1].gradient == item[1].gradient else -1e99
     )

@@ -1,4 +1,4 @@
-"""`lmt report`: an HTML page about one or several runs."""
+"""`lmt report`: writes an HTML page about one or several runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -20,12 +20,12 @@ def report(
         path_option("--figures", metavar="DIR", help="Also write the curves to DIR, as SVG and PNG files."),
     ] = None,
 ) -> None:
-    """Write an HTML page about one run, or a comparison of several; a single file that works offline.
+    """Write an HTML page about one run, or a comparison of several runs, as a single file that works offline.
 
-    Shows non-default configuration, devices, attempts, curves with smoothing and logarithmic axes, evaluations, alerts,
-    samples, token probabilities and the fingerprint. For several runs, also shows the differences of their
-    configurations, the first step at which they diverge bitwise, and the tokens each needs to reach the first
-    run's loss. Runs may still be in progress.
+    Shows configuration values that are not defaults, devices, attempts, curves with smoothing and logarithmic axes,
+    evaluations, alerts, samples, token probabilities and the fingerprint. For several runs, also shows the differences
+    between their configurations, the first step at which they diverge bitwise, and the number of tokens that each run
+    needs to reach the first run's loss. Runs may still be in progress.
 
     For example:
 

@@ -25,10 +25,10 @@ def runs(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List runs with state, step, last loss, last change and size, most recently changed first.
+    """List runs with state, step, last loss, last change and size, starting with the most recently changed run.
 
     Without DIR, searches logs/ and the `trainer.log_dir` of the configurations in the working directory and its
-    configs/. Size includes the run directory and its checkpoints, except checkpoints in a bucket.
+    configs/. The size includes the run directory and its checkpoints, except checkpoints in a bucket.
 
     Examples:
         lmt runs

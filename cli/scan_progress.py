@@ -1,4 +1,4 @@
-"""Progress of a scan over all data on the terminal."""
+"""Shows the progress of a scan over all data on the terminal."""
 
 import sys
 import time
@@ -12,10 +12,10 @@ _SECONDS = 0.1
 
 
 class ScanProgress:
-    """Shows the progress of a scan in one line on stderr, if that is a terminal.
+    """Shows the progress of a scan in one line on stderr, if stderr is a terminal.
 
     Args:
-        items: name of the scanned items, in the plural.
+        items: plural name of the scanned items.
     """
 
     def __init__(self, items: str = "documents"):
@@ -29,13 +29,13 @@ class ScanProgress:
             return
         self._shown_at, self._is_shown = time_now, True
         share = 100 * done // max(total, 1)
-        # Clears the rest of the line: the text before may have been longer.
+        # Clears the rest of the line, because the previous text may have been longer.
         typer.echo(
             f"\r{escape_for_terminal(name)}: {done:,} of {total:,} {self._items} ({share}%)\033[K", err=True, nl=False
         )
 
     def clear(self) -> None:
-        """Clears the line, so other output can replace it."""
+        """Clears the line, so that other output can replace it."""
         if self._is_shown:
             self._is_shown = False
             typer.echo("\r\033[K", err=True, nl=False)

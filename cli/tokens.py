@@ -1,4 +1,4 @@
-"""`lmt tokens`: an HTML page with token probabilities over the steps of one or two runs."""
+"""`lmt tokens`: writes an HTML page with token probabilities over the steps of one or two runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,8 +18,8 @@ def tokens(
 ) -> None:
     """Write an HTML page with the probability of every token of a few held-out documents, over the steps of a run.
 
-    Each evaluation of a run measures them (trainer.token_probabilities) and updates such a page in the run directory.
-    Two runs are shown side by side, with their difference. The page works offline.
+    Each evaluation of a run measures these probabilities (trainer.token_probabilities) and updates such a page in the
+    run directory. Two runs are shown side by side, with their difference. The page works offline.
 
     For example:
 

@@ -1,4 +1,4 @@
-"""Finds spans of generated text in the data of the model's run: `lmt generate --trace`."""
+"""`lmt generate --trace`: finds spans of generated text in the data of the model's run."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -11,13 +11,13 @@ from lm_trainer.core.errors import UserError
 
 
 class DataTrace:
-    """The opened data of a run, searched for spans.
+    """The data of a run, opened for a search for spans.
 
     Args:
-        model: the MODEL argument of the command.
+        model: value of the command's MODEL argument.
 
     Raises:
-        UserError: if it is not a run, or its data are gone.
+        UserError: if the model is not a run, or the run's data no longer exist.
     """
 
     def __init__(self, model: str):
@@ -33,7 +33,7 @@ class DataTrace:
             )
         record = RunRecord.read(model)
         config, working_directory = record.load_config(record.last), Path.cwd()
-        # Relative paths in the configuration refer to the directory in which the run was started.
+        # Relative paths in the configuration refer to the directory where the run was started.
         os.chdir(record.root)
         try:
             with build_progress() as show:
@@ -52,7 +52,7 @@ class DataTrace:
         return self._data.tokenizer
 
     def find_spans(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
-        """The spans of new tokens as plain data: `text`, `tokens`, `where`, `character` and `trained_at`."""
+        """Returns the spans of new tokens as plain data: `text`, `tokens`, `where`, `character` and `trained_at`."""
         from lm_trainer.data.find import Match
         from lm_trainer.data.verbatim import longest_spans
 

@@ -26,8 +26,9 @@ def train(
 ) -> None:
     """Train a model; repeat the command to resume the run where it stopped.
 
-    Exit codes: 0 done, 1 crash, 2 invalid configuration, 3 non-finite loss, 4 out of memory, 75 restart it: stopped by
-    a signal with everything saved, or by the watchdog; 76 stopped by the file stop-after-save, with everything saved.
+    Exit codes: 0 done; 1 crash; 2 invalid configuration; 3 non-finite loss; 4 out of memory; 75 to be restarted:
+    stopped by a signal after everything was saved, or by the watchdog; 76 stopped by the file stop-after-save after
+    everything was saved.
 
     Examples:
         lmt train configs/gpt2_nano.yaml
@@ -36,7 +37,7 @@ def train(
     """
     from lm_trainer.core.runtime import prepare_process
 
-    # Before jax is imported: sets its allocator and threads.
+    # Called before jax is imported, because it configures jax's allocator and threads.
     tuned = prepare_process()
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.health.power_off import shut_down_at_exit
@@ -49,7 +50,7 @@ def train(
         for line in plan(run, name=config.stem):
             clean.echo(line)
         return
-    # Registered before the run starts, so it also applies after a crash.
+    # Registered before the run starts, so that it also applies after a crash.
     shut_down_at_exit(run.trainer.shutdown_at_exit)
     with (
         explain_out_of_memory(run, config, overrides or []),

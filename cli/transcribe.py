@@ -37,8 +37,8 @@ def transcribe(
 ) -> None:
     """Transcribe recordings.
 
-    Decodes greedily or by beam search, as `generate` of transformers without sampling. Recordings longer than the
-    model's window are split into windows at timestamps; the timestamps are then written in any case.
+    Decodes greedily or with beam search, like `generate` of transformers without sampling. Recordings longer than the
+    model's window are split into windows at timestamps. Timestamps are then always written.
 
     For example:
 

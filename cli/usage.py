@@ -1,4 +1,4 @@
-"""Usage errors, formatted like all other errors, with hints for command names of other programs."""
+"""Formats usage errors like all other errors, with hints for command names of other programs."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ OTHER_NAMES = {
     "version": "lmt --version",
     "help": "lmt --help",
 }
-"""Names of commands in other programs, without `-` and `_`, mapped to the equivalent command here."""
+"""Maps names of commands in other programs, without `-` and `_`, to the equivalent command here."""
 
 UsageError: Any = typer.BadParameter.__base__
-"""click's UsageError; typer exports only classes derived from it."""
+"""click's UsageError. typer exports only classes that are derived from it."""
 
 
 def find_equivalent_command(arguments: Sequence[str]) -> str | None:
-    """The command equivalent to an unknown command name; None if there is no known equivalent."""
+    """Returns the command that is equivalent to an unknown command name; None if no equivalent is known."""
     name = arguments[0].lower().replace("_", "-") if arguments else ""
     equivalents = {key.replace("_", "-"): equivalent for key, equivalent in OTHER_NAMES.items()}
     return equivalents.get(name) or equivalents.get(name.replace("-", ""))
 
 
 def wrong_command_error(name: str, equivalent: str) -> Any:
-    """The error for a command with another name here."""
+    """Returns the error for a command that has another name here."""
     return UsageError(f"no command {name!r}: here it is {equivalent}")
 
 
 def describe_usage_error(error: Any) -> str:
-    """One line with the usage error and the command to get help; '' if only the help was requested."""
+    """Returns one line with the usage error and the help command; '' if only the help was requested."""
     if type(error).__name__ == "NoArgsIsHelpError":
         return ""
     message = error.format_message().strip().rstrip(".").replace(". Did you mean", "; did you mean")

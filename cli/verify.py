@@ -37,9 +37,10 @@ def verify(
     """Recompute random segments of a run, from checkpoint to checkpoint, and compare the results bit for bit.
 
     Compares losses, gradient norms, and fingerprints of the parameters and the optimizer state. Does not modify the
-    run, which may still be in progress; the result is appended to RUN_DIR/verified.jsonl. The devices may differ from
-    the run's: overrides may change any setting that does not affect the numbers. Exit codes: 0 if all are equal, 1 at
-    the first difference. Missing lines of metrics are reported, and do not count as differences.
+    run, which may still be in progress, except that the result is appended to RUN_DIR/verified.jsonl. The devices may
+    differ from the devices of the run, because overrides may change any setting that does not affect the results. Exit
+    codes: 0 if all are equal, 1 at the first difference. Missing lines of metrics are reported, but do not count as
+    differences.
 
     Examples:
         lmt verify my-run --segments 3
@@ -48,7 +49,7 @@ def verify(
     """
     from lm_trainer.core.runtime import prepare_process
 
-    # Before jax is imported: sets its allocator and threads.
+    # Called before jax is imported, because it configures jax's allocator and threads.
     prepare_process()
     check_is_run(run)
     import json
@@ -68,7 +69,7 @@ def verify(
     from lm_trainer.trackers.jsonl import encode_non_finite
 
     record = RunRecord.read(run)
-    # Chosen here and printed, so the same segments can be verified later.
+    # Chosen here and printed, so that the same segments can be verified later.
     seed = random.randrange(10**6) if seed is None else seed
     candidates = find_segments(record, max_steps)
     chosen = choose_segments(candidates, segments, seed)
@@ -89,7 +90,7 @@ def verify(
     if as_json:
         content = {"run": record.id, "seed": seed, "equal": not differs, "changes": changes}
         content["missing"] = lost.lines if lost else {}
-        # The JSON keeps the old key for existing scripts.
+        # Existing scripts depend on the old key in the JSON.
         clean.echo(
             json.dumps(encode_non_finite(content | {"stretches": [_segment_as_dict(segment) for segment in done]}))
         )

@@ -1,10 +1,10 @@
-"""Times one training step of `lmt` against the same step in PyTorch, transformers and plain JAX, alternating.
+"""Times a training step of `lmt`, and the same step in PyTorch, transformers and plain JAX, in turn.
 
     python -m benchmarks.peers --shape nano --turns 15
     python -m benchmarks.peers --shape 124m --kinds lmt "torch compile" --results peers.md --json peers.json
 
-On a GPU, if available, products are in bfloat16; all workers hold their memory at the same time, so limit `--kinds` to
-as many as fit.
+Uses a GPU if there is one, with products in bfloat16. All workers hold their memory at the same time, so limit
+`--kinds` to as many as fit.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(options: argparse.Namespace) -> Results:
-    """Starts a worker for each kind, compares their first steps, and times them in turn.
+    """Starts a worker for each kind, compares the first steps of all workers, and times the workers in turn.
 
     Raises:
         UserError: if a worker fails, or trains differently from `lmt`.
@@ -90,10 +90,10 @@ def measure(options: argparse.Namespace) -> Results:
 def start_workers(
     shape: str, kinds: Sequence[str], probe: Worker, weights: Path, stack: contextlib.ExitStack
 ) -> tuple[dict[str, Worker], dict[str, Trace], dict[str, str]]:
-    """Starts one worker after the other and runs its first steps.
+    """Starts the workers one after the other, and runs the first steps of each.
 
     Returns:
-        The workers, the traces of their first steps, and the missing kinds with the reason.
+        The workers, the traces of their first steps, and the missing kinds with the reasons.
 
     Raises:
         UserError: if a worker fails, or runs on another kind of device than `probe`.
@@ -119,7 +119,7 @@ def start_workers(
 
 
 def write_weights(shape: str, path: Path) -> None:
-    """Writes the weights in a new process: the driver must hold no memory or threads that disturb the workers."""
+    """Writes the weights in a new process, because memory or threads of the driver would disturb the workers."""
     command = [sys.executable, "-m", "benchmarks.peers.lmt_step", shape, str(path)]
     done = subprocess.run(command, cwd=ROOT, env=worker_environment(), stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
@@ -129,7 +129,7 @@ def write_weights(shape: str, path: Path) -> None:
 def take_turns(
     workers: dict[str, Worker], probe: Worker, turns: int, steps: int
 ) -> tuple[dict[str, list[Steps]], list[float], float | None]:
-    """The steps of every kind in every turn, the matrix product's rate, and the cores used by other processes."""
+    """Returns the steps of every kind in every turn, the matrix product's rates, and the cores other processes used."""
     steps_by_kind: dict[str, list[Steps]] = {kind: [] for kind in workers}
     products: list[float] = []
     own_seconds, busy_before, started = -time.process_time(), busy_seconds(), time.perf_counter()

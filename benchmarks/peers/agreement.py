@@ -1,4 +1,4 @@
-"""Checks for identical training of all kinds: equal losses and equal weights after the first steps."""
+"""Checks that all kinds train identically, with equal losses in the first steps and equal weights after them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 STEPS = 4
-"""Number of compared steps, each on another batch."""
+"""Number of steps that are compared, each on another batch."""
 
 
 class Trace(NamedTuple):
@@ -20,18 +20,18 @@ class Trace(NamedTuple):
 
 class Tolerance(NamedTuple):
     loss: float
-    """Relative."""
+    """Maximum relative difference of a loss."""
     norm: float
-    """Relative. A missing weight decay hardly changes the losses of a few steps, but the norm of the weights."""
+    """Maximum relative difference of the weights' norm. It shows a missing weight decay, which losses hardly do."""
 
 
-# Rounding makes losses diverge: in the fourth step at 124M, PyTorch's 11.3138 is 2.2e-4 from the float64 result,
-# and `lmt`'s is 1e-6 from it. Tests compare small shapes more closely.
+# Rounding makes losses diverge. In the fourth step at 124M, PyTorch's 11.3138 differs from the float64 result by
+# 2.2e-4, and `lmt`'s loss differs by 1e-6. Tests compare small shapes more closely.
 FLOAT32, BFLOAT16 = Tolerance(3.5e-5, 2e-6), Tolerance(2.6e-3, 1e-4)
 
 
 def find_disagreements(traces: Mapping[str, Trace], reference: str, tolerance: Tolerance) -> list[str]:
-    """Describes the differences from `reference` above `tolerance`; empty if all kinds train the same."""
+    """Describes all differences from `reference` above `tolerance`. Returns an empty list if all kinds agree."""
     expected, messages = traces[reference], []
     for name, trace in traces.items():
         if len(trace.losses) != len(expected.losses):
@@ -51,6 +51,6 @@ def find_disagreements(traces: Mapping[str, Trace], reference: str, tolerance: T
 
 
 def largest_loss_difference(traces: Mapping[str, Trace], reference: str) -> float:
-    """The largest difference of a loss from the loss of `reference`, in nats."""
+    """Returns the largest difference between a loss and the loss of `reference`, in nats."""
     expected = traces[reference].losses
     return max(abs(a - b) for trace in traces.values() for a, b in zip(trace.losses, expected, strict=True))

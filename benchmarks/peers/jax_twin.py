@@ -1,7 +1,7 @@
-"""The same step in plain JAX: functions over a dict of arrays, one jitted step with optax; no library of ours.
+"""The same step in plain JAX, without `lm_trainer`: functions over a dict of arrays, and one jitted step with optax.
 
-Linear maps are products of two matrices, which XLA:CPU multiplies faster than batches of them. Parameters have their
-transformers names without the prefix; matrices are (inputs, outputs).
+Linear maps are products of two matrices, which XLA:CPU computes faster than batches of products. Parameters have their
+transformers names without the prefix. Matrices have the shape (inputs, outputs).
 
 Shape letters: B rows, S queries, T keys, D width, N query heads, K key and value heads, G query heads per KV head, H
 head size, F pairs of a head, M rows of a matrix, V vocabulary.
@@ -55,11 +55,11 @@ def rms_norm(p: Params, name: str, x: jax.Array) -> jax.Array:
 
 
 def attention(q_BSNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
-    """Causal attention; [B, S, D]."""
+    """Computes causal attention, [B, S, D]."""
     rows, length, heads, size = q_BSNH.shape
     q_BSKGH = (q_BSNH * size**-0.5).reshape(rows, length, k_BTKH.shape[2], -1, size)
     scores_BKGST = jnp.einsum("bskgh,btkh->bkgst", q_BSKGH, k_BTKH).astype(jnp.float32)
-    # Every query sees itself, so no row is all -inf, which would give NaN.
+    # Every query sees itself, so no row is -inf everywhere, which would give NaN.
     scores_BKGST = jnp.where(jnp.tri(length, dtype=bool), scores_BKGST, -jnp.inf)
     probabilities_BKGST = jax.nn.softmax(scores_BKGST, axis=-1).astype(v_BTKH.dtype)
     return jnp.einsum("bkgst,btkh->bskgh", probabilities_BKGST, v_BTKH).reshape(rows, length, heads * size)
@@ -78,7 +78,7 @@ def gpt2_hidden(shape: Shape, p: Params, tokens_BS: jax.Array, dtype: Any) -> ja
 
 
 def rotate(x_BSNH: jax.Array) -> jax.Array:
-    """Rotary position embeddings, in float32."""
+    """Applies rotary position embeddings in float32."""
     length, size = x_BSNH.shape[1], x_BSNH.shape[-1]
     angles_S1F = np.outer(np.arange(length), ROPE_THETA ** -(np.arange(0, size, 2) / size))[:, None].astype(np.float32)
     first, second = jnp.split(x_BSNH.astype(jnp.float32), 2, axis=-1)
@@ -134,9 +134,10 @@ class TwinTrainer:
             updates, state = optimizer.update(grads, state, params)
             return optax.apply_updates(params, updates), state, loss  # pyright: ignore[reportReturnType]
 
-        # Donated, as in any training loop: the new state reuses the memory of the old one.
+        # Donated, as in any training loop, so that the new state reuses the memory of the old state.
         self._step = jax.jit(step, donate_argnums=(0, 1))
-        # Outputs of the step are committed to their device; if the first arguments were not, it would compile twice.
+        # Outputs of the step are committed to their device. If the first arguments were not, the step would compile
+        # twice.
         self._params, self._state = jax.device_put((params, optimizer.init(params)), jax.devices()[0])
         self._batches = [jax.device_put(batch, jax.devices()[0]) for batch in make_batches(shape)]
 
@@ -147,7 +148,7 @@ class TwinTrainer:
         return float(loss)
 
     def norm(self) -> float:
-        # In float64, to compare the kinds and not their order of summation.
+        # In float64, so that the order of summation does not affect the comparison of the kinds.
         return sum(float(np.sum(np.square(np.asarray(x), dtype=np.float64))) for x in self._params.values()) ** 0.5
 
 
@@ -155,7 +156,7 @@ def make(shape: Shape, weights: Path) -> TwinTrainer:
     prefix = "transformer." if shape.family == "gpt2" else "model."
     params = {}
     for name, x in read_weights(weights).items():
-        # The matrices of a Llama are stored as (outputs, inputs).
+        # The matrices of a Llama are stored with the shape (outputs, inputs).
         transposed = name.endswith(("_proj.weight", "lm_head.weight")) and shape.family == "llama"
         params[name.removeprefix(prefix)] = jnp.array(x.T if transposed else x)
     return TwinTrainer(shape, params)

@@ -1,4 +1,4 @@
-"""The compared trainers: every kind by name, with the settings for its process."""
+"""The trainers that are compared: every kind by name, with the settings for its process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from benchmarks.peers.shapes import Shape
 from lm_trainer.core.runtime import prepare_process
 
 MATMUL = "matmul"
-"""Not a trainer: the matrix product used as the reference rate."""
+"""Name of the matrix product that gives the reference rate. It is not a trainer."""
 
 
 class Trainer(Protocol):
-    """A model, its optimizer and the batches, all on the device."""
+    """A model, its optimizer and its batches, all on the device."""
 
     facts: Mapping[str, float]
     """Facts for the driver, by name."""
@@ -26,23 +26,23 @@ class Trainer(Protocol):
     """`cpu` or `gpu`."""
 
     def step(self, index: int) -> float:
-        """Trains on a batch; returns its loss before the update, once the update is finished."""
+        """Trains on a batch. Returns the loss before the update, after the update is finished."""
         ...
 
     def norm(self) -> float:
-        """The Euclidean norm of all weights."""
+        """Computes the Euclidean norm of all weights."""
         ...
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of trainer, and how to make one."""
+    """A kind of trainer, and settings for making it."""
 
     module: str
-    """A module of this package; its `make(shape, weights, **options)` makes the trainer."""
+    """Name of a module of this package, whose `make(shape, weights, **options)` makes the trainer."""
     options: Mapping[str, Any] = field(default_factory=dict)
     prepares: bool = False
-    """True if the allocator gets the same settings as in `lmt` on a CPU."""
+    """True if the allocator has the same settings as in `lmt` on a CPU."""
     torch: bool = False
 
 
@@ -64,7 +64,7 @@ def make(name: str, shape: Shape, weights: Path) -> Trainer:
     Args:
         name: name of the kind.
         shape: the workload.
-        weights: file of initial weights, by their names in transformers.
+        weights: file of initial weights with their transformers names.
 
     Raises:
         ModuleNotFoundError: if a package is not installed.
@@ -77,6 +77,6 @@ def make(name: str, shape: Shape, weights: Path) -> Trainer:
 
 
 def read_weights(path: Path) -> dict[str, np.ndarray]:
-    """Reads float32 arrays by their names in transformers."""
+    """Reads float32 arrays by their transformers names."""
     with np.load(path) as file:
         return {name: file[name] for name in file.files}

@@ -1,4 +1,4 @@
-"""`lmt`'s own training step, as run by `lmt train`; and the initial weights for all kinds."""
+"""The training step that `lmt train` runs, and the initial weights for all kinds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lm_trainer.step.state.train_state import to_host
 
 
 def run_config(shape: Shape, determinism: Literal["elastic", "fast"]) -> RunConfig:
-    """The configuration with float32 on a CPU, bfloat16 products on a GPU, and no recomputation."""
+    """Returns a configuration with float32 on a CPU, bfloat16 products on a GPU, and no recomputation."""
     cpu = jax.default_backend() == "cpu"
     model = {
         "type": shape.family,
@@ -92,7 +92,7 @@ class LmtTrainer:
     def step(self, index: int) -> float:
         batch: Any = self._batches[index % len(self._batches)]
         self._state, metrics = self._program.step(self._state, batch, LEARNING_RATE)
-        # The loss may be ready before the new state.
+        # The loss may be ready before the new state is.
         jax.block_until_ready((self._state, metrics))
         return float(metrics["loss"])
 
@@ -106,7 +106,7 @@ def make(shape: Shape, weights: Path, *, determinism: Literal["elastic", "fast"]
 
 
 def write_weights(shape: Shape, path: Path) -> None:
-    """Writes `lmt`'s initial weights, with random biases and gains: zeros and ones would hide mistakes in them."""
+    """Writes `lmt`'s initial weights, but with random biases and gains, because zeros and ones would hide errors."""
     config = run_config(shape, "elastic")
     setup = build_setup(config, shape.vocab, jax.devices()[:1])
     tensors = hf.params_to_hf(config.model, setup.model.nest(to_host(setup.init().params)))

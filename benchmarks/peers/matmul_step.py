@@ -1,4 +1,4 @@
-"""The matrix product used as the reference rate, in another process with its own turn."""
+"""The matrix product that gives the reference rate, in a separate process with its own turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lm_trainer.profile.matmul import MatmulProbe
 
 
 class MatmulTrainer:
-    """A trainer without training: a step is one chain of products."""
+    """A `Trainer` that does not train. A step is one chain of matrix products."""
 
     def __init__(self) -> None:
         self.device = jax.default_backend()

@@ -1,4 +1,4 @@
-"""The driver's handle of a worker process."""
+"""Handle with which the driver controls a worker process."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class MissingPackage(Exception):
-    """A package needed by a kind is not installed; its argument is the name."""
+    """A package that a kind needs is not installed. The argument is the name of the package."""
 
 
 class Steps(NamedTuple):
-    """A worker's answer about some steps: one number per step, and numbers for all of them."""
+    """Measurements that a worker returns for a number of steps: some per step, and some for all steps together."""
 
     wall: list[float]
-    """Wall time in seconds."""
+    """Wall time of each step in seconds."""
     cpu: list[float]
-    """CPU seconds of all threads of its process."""
+    """CPU seconds of all threads of the worker's process in each step."""
     loss: list[float]
     idle: float
-    """CPU seconds used since its last answer, while others worked."""
+    """CPU seconds that the worker used since its last answer, while others worked."""
     peak: int
     """Peak resident memory so far, in bytes."""
 
 
 class Worker:
-    """The process of one kind. It has exclusive use of the device between a request and its answer.
+    """Process of one kind. It has exclusive use of the device between a request and its answer.
 
     Raises:
         Missing: if a package is not installed.
-        UserError: if the process fails, with the end of its output.
+        UserError: if the process fails; contains the end of its output.
     """
 
     def __init__(self, name: str, shape: str, weights: Path):
         self.name, self._log = name, weights.with_name(f"{name}.log")
         command = [sys.executable, "-m", "benchmarks.peers.worker", name, shape, str(weights)]
         with self._log.open("w") as log:
-            # A new session: a keyboard interrupt ends the driver, and the driver ends its workers.
+            # In a new session, so that a keyboard interrupt ends only the driver, which then ends its workers.
             self._process = subprocess.Popen(
                 command,
                 cwd=ROOT,
@@ -77,7 +77,7 @@ class Worker:
         return Steps(**self._ask(f"run {count}"))
 
     def weights_norm(self) -> float:
-        """The norm of the weights; also resets the peak memory, to exclude compilation."""
+        """Returns the norm of the weights. Also resets the peak memory, to exclude compilation."""
         return self._ask("settle")["norm"]
 
     def _ask(self, question: str) -> dict[str, Any]:
@@ -106,9 +106,9 @@ class Worker:
 
 
 def worker_environment() -> dict[str, str]:
-    """Environment for workers, which keeps idle ones from using the device; variables already set are kept."""
+    """Returns an environment in which idle workers leave the device unused. Keeps variables that are already set."""
     quiet = {
-        # By default OpenMP threads spin while waiting for each other, which takes cores from the active process.
+        # By default, OpenMP threads spin while they wait for each other, which takes cores from the active process.
         "OMP_WAIT_POLICY": "passive",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",

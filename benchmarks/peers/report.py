@@ -1,4 +1,4 @@
-"""The results of a run as Markdown."""
+"""Formats the results of a run as Markdown."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ class Results:
     device: str
     command: str
     turns: Mapping[str, Sequence[Steps]]
-    """One entry per turn, by kind."""
+    """Steps of each kind, with one entry per turn."""
     products: Sequence[float]
-    """Operations per second of the matrix product, in each turn."""
+    """Rate of the matrix product in operations per second, in each turn."""
     traces: Mapping[str, Trace]
     flops_per_token: float
     parameters: int
     missing: Mapping[str, str]
-    """Kinds left out, with the reason."""
+    """Kinds that were left out, with the reasons."""
     other_cores: float | None
-    """Cores used by other processes during the turns; None if the system does not report it."""
+    """Number of cores that other processes used during the turns; None if the system does not report it."""
     load: str
-    """Load of the machine before the run."""
+    """Load of the machine before the measurement."""
 
     def wall_seconds(self, kind: str) -> list[float]:
-        """Seconds per step, in each turn."""
+        """Returns the wall seconds per step in each turn."""
         return [statistics.mean(steps.wall) for steps in self.turns[kind]]
 
     def cpu_seconds(self, kind: str) -> list[float]:
-        """CPU seconds per step, in each turn."""
+        """Returns the CPU seconds per step in each turn."""
         return [statistics.mean(steps.cpu) for steps in self.turns[kind]]
 
     def idle_share(self) -> float:
-        """CPU seconds of the waiting processes per CPU second of the working one."""
+        """CPU seconds of the waiting processes per CPU second of the working process."""
         turns = [steps for kind_turns in self.turns.values() for steps in kind_turns]
         return sum(steps.idle for steps in turns) / sum(sum(steps.cpu) for steps in turns)
 
     def as_json(self) -> dict[str, Any]:
-        """All raw data."""
+        """Returns all raw data."""
         return {
             "command": self.command,
             "setting": describe_setting(*PACKAGES),
@@ -70,7 +70,7 @@ class Results:
 
 
 def report(results: Results) -> Iterator[str]:
-    """The lines of the report."""
+    """Yields the lines of the report."""
     yield "# One training step of lmt and its peers"
     yield ""
     yield from _caption(results)

@@ -1,4 +1,4 @@
-"""The workloads by name, their batches, and the optimizer settings of all kinds.
+"""Workloads by name, their batches, and the optimizer settings that all kinds use.
 
 Shape letters: B rows, S positions.
 """
@@ -18,7 +18,7 @@ LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-3, (0.9, 0.95), 
 NORM_EPSILON = 1e-5
 ROPE_THETA = 10_000.0
 BATCHES = 4
-"""Number of batches; step i uses batch i modulo this."""
+"""Number of batches. Step i uses batch i modulo this number."""
 
 _EMBEDDINGS = ("wte.weight", "wpe.weight", "embed_tokens.weight")
 
@@ -35,9 +35,9 @@ class Shape:
     rows: int
     vocab: int
     kv_heads: int = 0
-    """Key and value heads of a Llama."""
+    """Number of key and value heads of a Llama."""
     mlp_width: int = 0
-    """MLP width of a Llama; a GPT-2 uses four times its width."""
+    """MLP width of a Llama. The MLP of a GPT-2 is four times as wide as the model."""
 
     @property
     def head_dim(self) -> int:
@@ -45,17 +45,17 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Tokens per step."""
+        """Number of tokens per step."""
         return self.rows * self.seq_len
 
     @property
     def elastic_shards(self) -> int:
-        """Number of `lmt`'s microbatches by default."""
+        """Default number of microbatches in `lmt`."""
         return math.gcd(default_microbatches(self.tokens), self.rows)
 
     @property
     def init_std(self) -> float:
-        """Standard deviation of initial weights, large enough for every part to affect the loss from the first step."""
+        """Standard deviation of initial weights, so large that every part affects the loss from the first step on."""
         return self.width**-0.5
 
     def describe(self) -> str:
@@ -81,9 +81,7 @@ SHAPES = {
 
 
 def make_batches(shape: Shape) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Tokens and targets of all batches, int32 [B, S], with small ids more frequent, to give the model a pattern to
-    learn.
-    """
+    """Makes tokens and targets of all batches, int32 [B, S]. Small ids are more frequent, which the model can learn."""
     generator = np.random.default_rng(0)
     drawn = generator.random((BATCHES, shape.rows, shape.seq_len + 1))
     tokens = (shape.vocab * drawn**3).astype(np.int32)
@@ -91,5 +89,5 @@ def make_batches(shape: Shape) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def is_decayed(name: str, dims: Sequence[int]) -> bool:
-    """True if a weight decays, by its name in transformers: matrices except embedding tables."""
+    """Returns True if weight decay applies to the weight with this transformers name: matrices except embeddings."""
     return len(dims) == 2 and not name.endswith(_EMBEDDINGS)

@@ -1,4 +1,4 @@
-"""GPT-2 and Llama written plainly in PyTorch; parameters have their transformers names without the prefix.
+"""GPT-2 and Llama in plain PyTorch. Parameters have their transformers names without the prefix.
 
 Shape letters: B rows, S positions, D width, N query heads, K key and value heads, H head size, V vocabulary.
 """
@@ -49,7 +49,7 @@ class Gpt2Block(nn.Module):
 
 
 class Gpt2(nn.Module):
-    """Logits [B, S, V] from tokens [B, S]; the head is tied to the token embedding."""
+    """Computes logits [B, S, V] from tokens [B, S]. The head is tied to the token embedding."""
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -114,7 +114,7 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """Logits [B, S, V] from tokens [B, S]."""
+    """Computes logits [B, S, V] from tokens [B, S]."""
 
     cos_SH: Tensor
     sin_SH: Tensor
@@ -138,10 +138,10 @@ class Llama(nn.Module):
 
 
 def plain_model(shape: Shape, weights: dict[str, np.ndarray]) -> nn.Module:
-    """The model with the given weights, on the CPU."""
+    """Makes the model with the given weights on the CPU."""
     model = Gpt2(shape) if shape.family == "gpt2" else Llama(shape)
     prefix = "transformer." if shape.family == "gpt2" else "model."
-    # transformers stores the matrices of GPT-2 as (inputs, outputs).
+    # transformers stores the matrices of GPT-2 with the shape (inputs, outputs).
     transposed = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
     tensors = {
         name.removeprefix(prefix): torch.tensor(x.T if name.endswith(transposed) else x) for name, x in weights.items()

@@ -1,4 +1,4 @@
-"""A training step in PyTorch according to its documentation: SDPA, fused AdamW, eager or compiled, autocast on a GPU.
+"""Training step in PyTorch as its documentation recommends: SDPA, fused AdamW, eager or compiled, autocast on a GPU.
 
 Shape letters: B rows, S positions.
 """
@@ -31,7 +31,7 @@ from lm_trainer.core.runtime import available_cores
 
 
 def transformers_model(shape: Shape, weights: dict[str, np.ndarray]) -> nn.Module:
-    """transformers' own module with the given weights, on the CPU."""
+    """Makes the module of transformers with the given weights on the CPU."""
     import transformers
 
     if shape.family == "gpt2":
@@ -93,7 +93,7 @@ class TorchTrainer:
         self._optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True)
 
     def _forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        # float32 on a CPU, bfloat16 products on a GPU, as for every kind.
+        # As for every kind, float32 on a CPU and bfloat16 products on a GPU.
         with torch.autocast("cuda", torch.bfloat16, enabled=self._cuda):
             output = self._model(tokens_BS)
             logits_BSV = output if isinstance(output, Tensor) else output.logits
@@ -106,7 +106,7 @@ class TorchTrainer:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         if self._cuda:
-            # Calls return before the GPU has finished; wait for the end of the step.
+            # Calls return before the GPU has finished, so wait for the end of the step.
             torch.cuda.synchronize()
         return float(loss.detach())
 

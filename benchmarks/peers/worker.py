@@ -1,7 +1,8 @@
-"""One kind in a separate process: `python -m benchmarks.peers.worker KIND SHAPE WEIGHTS`.
+"""Runs one kind in a separate process: `python -m benchmarks.peers.worker KIND SHAPE WEIGHTS`.
 
-It reports in one line of JSON when it is ready, then answers each line of its standard input with one line: `run N`
-trains N steps, `settle` returns the norm of the weights and resets the peak memory. It exits at the end of its input.
+The worker reports in one line of JSON when it is ready. Then it answers each line of its standard input with one line.
+`run N` trains N steps, and `settle` returns the norm of the weights and resets the peak memory. The worker exits at the
+end of its input.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from benchmarks.peers.shapes import SHAPES
 
 def main() -> None:
     name, shape, weights = sys.argv[1:]
-    # Libraries print to standard output too: answers go to the original one, and all other output to standard error.
+    # Libraries may print to standard output, so only answers go to it, and all other output goes to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -51,14 +52,14 @@ def main() -> None:
 
 
 def time_step(trainer: Any, index: int) -> tuple[float, float, float]:
-    """Wall seconds, CPU seconds of all threads of this process, and the loss."""
+    """Returns the step's wall seconds, the CPU seconds of all threads of this process, and the loss."""
     cpu, wall = time.process_time(), time.perf_counter()
     loss = trainer.step(index)
     return time.perf_counter() - wall, time.process_time() - cpu, loss
 
 
 def reset_peak() -> None:
-    """Resets the peak memory if the system supports it; otherwise the peak counts from the start."""
+    """Resets the peak memory if the system supports it. Otherwise the peak is measured from the start."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

@@ -26,7 +26,7 @@ class DocumentDifference:
     where: str
     """Location: file and line or row."""
     difference: float
-    """Difference of the document's means, in the unit of the comparison: first model minus second."""
+    """Mean loss of the first model minus the mean loss of the second, in the unit of the comparison."""
     first: float
     second: float
     excerpt: str
@@ -34,7 +34,7 @@ class DocumentDifference:
 
 @dataclass(frozen=True)
 class SetComparison:
-    """The difference of two models on a set."""
+    """The difference in loss between two models on a set."""
 
     name: str
     unit: Literal["bits per byte", "nats per token"]
@@ -42,25 +42,25 @@ class SetComparison:
     first: float
     second: float
     difference: Mean
-    """First model minus second: below 0 if the first predicts better."""
+    """Loss of the first model minus the loss of the second: negative if the first model predicts better."""
     interval: tuple[float, float]
-    """95 % confidence interval, for documents drawn from the same distribution."""
+    """95 % confidence interval, which assumes that all documents are drawn from the same distribution."""
     worst: list[DocumentDifference]
-    """The documents that contribute most to the difference, in absolute value."""
+    """The documents whose contributions to the difference are largest in absolute value."""
 
     def as_json(self) -> dict[str, Any]:
-        """The comparison as plain data."""
+        """Returns the comparison as plain data for JSON."""
         return {**asdict(self), "difference": self.difference.value, "difference_error": self.difference.error}
 
 
 def compare_sets(first: SetLosses, second: SetLosses, *, same_tokens: bool, documents: int = 5) -> SetComparison:
-    """The paired difference on one set.
+    """Computes the paired difference between two models on one set.
 
     Args:
         first: losses of one model.
         second: losses of the other model on the same text.
-        same_tokens: True if both models have the same tokenizer; else bytes of text are the only common measure.
-        documents: number of documents with the largest differences to report.
+        same_tokens: True if both models have the same tokenizer. Otherwise the losses are compared per byte of text.
+        documents: number of documents to report, those with the largest differences first.
 
     Raises:
         UserError: if the models cannot be compared on this set.
@@ -94,7 +94,7 @@ def compare_sets(first: SetLosses, second: SetLosses, *, same_tokens: bool, docu
 
 
 def compare(first: Sequence[SetLosses], second: Sequence[SetLosses], *, same_tokens: bool) -> list[SetComparison]:
-    """The paired differences on all sets, evaluated by both models in the same order."""
+    """Computes the paired differences on all sets; both models must have evaluated the sets in the same order."""
     return [compare_sets(a, b, same_tokens=same_tokens) for a, b in zip(first, second, strict=True)]
 
 
@@ -105,7 +105,7 @@ def _numerators_and_denominators(documents: Documents, by_bytes: bool) -> tuple[
 
 
 def _ratio_difference(x_D: np.ndarray, y_D: np.ndarray, u_D: np.ndarray, v_D: np.ndarray) -> Mean:
-    """Sum x / sum y - sum u / sum v with its standard error by linearisation, for the same documents in both."""
+    """Computes sum x / sum y - sum u / sum v and its standard error by linearisation, over the same documents."""
     y, v, count = math.fsum(y_D), math.fsum(v_D), len(x_D)
     r, s = math.fsum(x_D) / y, math.fsum(u_D) / v
     if count < 2:

@@ -28,7 +28,7 @@ class Mean(NamedTuple):
 
 @dataclass(frozen=True)
 class Documents:
-    """Sums over the predicted tokens of each document, without documents that have none.
+    """Sums over the predicted tokens of each document. Documents without predicted tokens are omitted.
 
     The first token of a document is not a target if the tokenizer puts no token before it, as in training.
     """
@@ -38,9 +38,9 @@ class Documents:
     nats_D: np.ndarray
     """float64: sum of -log p."""
     tokens_D: np.ndarray
-    """float64: sum of the weights of the targets, each 1."""
+    """float64: sum of the weights of the targets; every weight is 1."""
     bytes_D: np.ndarray | None
-    """float64: UTF-8 bytes of the targets' text; None if unknown."""
+    """float64: number of UTF-8 bytes of the targets' text; None if unknown."""
 
     @property
     def tokens(self) -> int:
@@ -52,12 +52,12 @@ class Documents:
 
     @property
     def loss(self) -> Mean:
-        """Nats per token."""
+        """Mean loss in nats per token."""
         return ratio_of_sums(self.nats_D, self.tokens_D)
 
     @property
     def bits_per_byte(self) -> Mean | None:
-        """Bits of all targets, including ends of documents, divided by the bytes of their text."""
+        """Sum of the losses of all targets in bits, including end-of-document tokens, divided by the bytes of text."""
         return None if self.bytes_D is None else ratio_of_sums(self.nats_D / math.log(2), self.bytes_D)
 
     def concatenate(self, other_sets: Sequence[Documents]) -> Documents:
@@ -81,18 +81,18 @@ class SetLosses:
     held_out: HeldOut
     documents: Documents
     num_split: int
-    """Number of documents split over rows, so some tokens are predicted without full context."""
+    """Number of documents that are split over several rows. Some of their tokens are predicted without full context."""
 
 
 def ratio_of_sums(numerators_D: np.ndarray, denominators_D: np.ndarray) -> Mean:
-    """The ratio of two sums over documents, and its standard error by linearisation.
+    """Computes the ratio of two sums over documents, and its standard error by linearisation.
 
-    The error is sqrt(D / (D - 1) sum_d (x_d - r y_d)^2) / sum_d y_d with r the ratio (Cochran 1977, Sampling
+    The error is sqrt(D / (D - 1) sum_d (x_d - r y_d)^2) / sum_d y_d where r is the ratio (Cochran 1977, Sampling
     Techniques, equation 6.13, for a sample that is small compared with its population).
 
     Args:
-        numerators_D: x, per document.
-        denominators_D: y, per document.
+        numerators_D: x of each document.
+        denominators_D: y of each document.
     """
     total, count = math.fsum(denominators_D), len(denominators_D)
     if not total:
@@ -105,12 +105,12 @@ def ratio_of_sums(numerators_D: np.ndarray, denominators_D: np.ndarray) -> Mean:
 
 
 def evaluate_set(model: EvalModel, held_out: HeldOut, *, max_batches: int | None = None) -> SetLosses:
-    """Computes the losses of a set's documents, in rows as training reads them.
+    """Computes the loss of each document of a set. Documents are packed into rows as in training.
 
     Args:
         model: the model to evaluate.
         held_out: a data set with rows of `model.row` tokens.
-        max_batches: number of batches to read; None means the full set.
+        max_batches: maximum number of batches to read; None means the full set.
     """
     rows, ends_D = held_out.rows, held_out.ends_D
     size, local = model.losses.batch_size, model.losses.local_rows
@@ -148,18 +148,18 @@ class GroupAverages(NamedTuple):
     """Averages over several sets."""
 
     name: str
-    """A tag or a prefix of tags, or "" for all sets."""
+    """A tag, a common prefix of several tags, or "" for all sets."""
     members: tuple[str, ...]
     micro_loss: Mean
     """Mean over all tokens of the sets."""
     macro_loss: Mean
-    """The mean of the sets' means, equally weighted."""
+    """Mean of the sets' means, all with the same weight."""
     micro_bits_per_byte: Mean | None
     macro_bits_per_byte: Mean | None
 
 
 def group_means(sets: Sequence[SetLosses]) -> list[GroupAverages]:
-    """The averages of every group of `group_by_tag`."""
+    """Computes the averages of every group that `group_by_tag` returns."""
     by_name = {losses.name: losses for losses in sets}
     groups = group_by_tag({losses.name: losses.tags for losses in sets})
     return [_average_group(name, [by_name[member] for member in members]) for name, members in groups.items()]

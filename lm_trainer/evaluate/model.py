@@ -36,10 +36,10 @@ from lm_trainer.step.evaluate import Evaluator
 from lm_trainer.step.state.model_def import Params
 
 MAX_ROW = 2048
-"""Maximum tokens per row for models not trained by a run; their context may be a hundred times as long."""
+"""Maximum number of tokens per row for a model that was not trained by a run. Its context may be 100 times longer."""
 
 _TOKENS_AT_ONCE = 8192
-"""Tokens per microbatch for such models."""
+"""Number of tokens per microbatch for a model that was not trained by a run."""
 
 _ONE_PROCESS = (
     "trainer.distributed.initialize_jax_distributed=false",
@@ -56,16 +56,16 @@ class EvalModel:
     step: int | None
     """Step of the checkpoint; None for a model without a run."""
     config: RunConfig
-    """Configuration of its run; for another model its `model` section, with defaults for all other sections."""
+    """Configuration of the model's run. Without a run, its `model` section, with defaults for all other sections."""
     tokenizer: HfTokenizer
     row: int
-    """Tokens per row."""
+    """Number of tokens per row."""
     vocab_size: int
-    """Rows of the embedding."""
+    """Number of rows of the embedding."""
     setup: TrainingSetup
     params: Params
     settings: HfSettings | None
-    """Settings of the published model it was converted from."""
+    """Settings of the published model that this model was converted from."""
 
     @property
     def losses(self) -> Evaluator:
@@ -73,11 +73,11 @@ class EvalModel:
         return self.setup.evaluate
 
     def decoder(self) -> Decoder:
-        """The module with its parameters, from `gather_full_params`."""
+        """The module with the parameters that `gather_full_params` returns."""
         return self.setup.model.merge(gather_full_params(self.setup, self.params))
 
     def token_losses(self, batches: Iterable[Batch]) -> Iterator[np.ndarray]:
-        """-log p of each target in nats, float32 [B, S], for each batch; the same bits on any number of devices."""
+        """Yields -log p of each target in nats, float32 [B, S] per batch; bitwise equal on any number of devices."""
         return (row_losses["nll"] for row_losses in self.losses.compute_row_values(self.params, batches))
 
 
@@ -94,12 +94,13 @@ def open_eval_model(
     Args:
         source: a model, as for `lm_trainer.run.weights.open_model.open_model`.
         step: step of a run's checkpoint; None means the newest intact one.
-        averaged: use the averaged weights if the run keeps them, instead of the raw weights.
-        context: tokens per row; None means as in training, or `MAX_ROW` for a model trained elsewhere.
+        averaged: uses the averaged weights instead of the raw weights if the run keeps them.
+        context: number of tokens per row. None means as in training, or at most `MAX_ROW` for a model trained
+            elsewhere.
         overrides: settings that override the run's, such as `trainer.max_devices=2`.
 
     Raises:
-        UserError: if there is no such model, it is damaged, or the devices cannot share it.
+        UserError: if the model does not exist or is damaged, or cannot be sharded over the devices.
     """
     path = find_hf_directory(source)
     if path is not None:
@@ -110,7 +111,7 @@ def open_eval_model(
     config = read_config(directory, [*_ONE_PROCESS, *overrides])
     _configure_jax(config)
     loaded = load_merged_model(source, step, averaged=averaged)
-    # Adapters have been merged.
+    # Adapters are already merged into the weights.
     config = config.model_copy(update={"adapter": None})
     return _place_on_devices(loaded, loaded.step, config, context)
 
@@ -119,7 +120,7 @@ def _open_hf_directory(path: Path, context: int | None, overrides: Sequence[str]
     row = context or min(read_hf_config(path)[0].seq_len, MAX_ROW)
     rows = max(_TOKENS_AT_ONCE // row, 1)
     model = read_hf_config(path)[0]
-    # Written and loaded, so overrides are checked as for a run.
+    # Written to a file and loaded from it, so that overrides are checked as for a run.
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / f"{path.name}.yaml"
         file.write_text(to_yaml(RunConfig(model=model)))  # pyright: ignore[reportArgumentType]

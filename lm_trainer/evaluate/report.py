@@ -15,7 +15,7 @@ _HEADINGS = ("set", "documents", "tokens", "bytes", "loss", "perplexity", "bits/
 
 
 def text_lines(losses: TextLosses) -> list[str]:
-    """A table with a line per set and group."""
+    """Formats the losses as a table with one line per set and per group."""
     rows = [_HEADINGS, *map(_set_row, losses.sets)]
     for group in losses.groups:
         name = group.name or "all sets"
@@ -30,7 +30,7 @@ def text_lines(losses: TextLosses) -> list[str]:
 
 
 def _rate_lines(losses: TextLosses) -> list[str]:
-    """A table of the error rates on speech sets, with a few example texts."""
+    """Formats the error rates on speech sets as a table, followed by a few example texts."""
     if not losses.rates:
         return []
     rows = [("set", "rows", "word errors", "normalised", "character errors")]
@@ -63,7 +63,7 @@ def _set_row(losses: SetLosses) -> tuple[str, ...]:
 
 
 def _format_mean(mean: Mean | None) -> str:
-    # A set without any counted token has no mean.
+    # A set in which no token is counted has no mean.
     if mean is None or math.isnan(mean.value):
         return ""
     return f"{mean.value:.4f}" + ("" if math.isnan(mean.error) else f" ± {mean.error:.4f}")
@@ -75,12 +75,12 @@ def _format_perplexity(loss: Mean) -> str:
 
 
 def perplexity(loss: Mean) -> float:
-    """The exponential of a mean loss in nats; NaN without a mean."""
+    """Computes exp of a mean loss in nats; NaN if there is no mean."""
     return math.inf if loss.value >= 700 else math.exp(loss.value)
 
 
 def comparison_lines(names: tuple[str, str], comparisons: Sequence[SetComparison]) -> list[str]:
-    """The difference on each set with its interval, and the documents on which the models differ most."""
+    """Formats the difference on each set with its interval, and the documents on which the models differ most."""
     lines = [f"{names[0]} less {names[1]}, paired by document, 95 % intervals"]
     rows = [("set", "documents", *names, "difference", "interval", "")]
     for comparison in comparisons:
@@ -119,7 +119,7 @@ def format_table(rows: Sequence[tuple[str, ...]], *, left: int) -> list[str]:
 
 
 def as_json(losses: TextLosses) -> dict[str, Any]:
-    """All results as plain data for JSON."""
+    """Returns all results as plain data for JSON."""
     groups = [
         {
             "name": group.name,
@@ -156,7 +156,7 @@ def _mean_as_json(name: str, mean: Mean | None) -> dict[str, float | None]:
 
 
 def document_records(losses: TextLosses) -> list[dict[str, Any]]:
-    """The losses of every document, each with its location in the source."""
+    """Returns the loss of every document with the document's location in the source."""
     records = []
     for set_losses in losses.sets:
         documents = set_losses.documents

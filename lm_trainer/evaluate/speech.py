@@ -21,7 +21,7 @@ from lm_trainer.generate.speech_rules import SpeechRules
 
 @dataclass(frozen=True)
 class ErrorRates:
-    """Error rates on a set: insertions, deletions and substitutions divided by the length of the reference."""
+    """Error rates on a set: insertions, deletions and substitutions, divided by the length of the references."""
 
     name: str
     rows: int
@@ -32,19 +32,19 @@ class ErrorRates:
     normalised_words: float | None
     """The word error rate after Whisper's normaliser; None if transformers, which contains it, is not installed."""
     examples: list[tuple[str, str]]
-    """Reference and transcript of the first rows."""
+    """Reference and transcript of each of the first rows."""
 
 
 def measure_error_rates(
     model: Any, held_out: SpeechSet, generation: dict[str, Any], max_batches: int | None
 ) -> ErrorRates:
-    """Transcribes all rows of a set greedily, each after its own prompt, and counts errors.
+    """Transcribes all rows of a set greedily, each after its own prompt, and counts the errors.
 
     Args:
         model: the module with its parameters.
         held_out: a data set whose rows have features.
         generation: generation settings, as in the model section.
-        max_batches: number of batches of `_ROWS` rows; None means the full set.
+        max_batches: maximum number of batches of `_ROWS` rows; None means the full set.
 
     Raises:
         UserError: if jiwer is not installed.
@@ -61,7 +61,7 @@ def measure_error_rates(
             rules = SpeechRules.from_config(generation, start_id=prompt[0], eos_id=held_out.eos_id)
             transcripts = transcribe_features(model, np.asarray(batch.features)[rows], rules, prompt=prompt)
             written += [_decode_text(held_out, ids) for ids in transcripts]
-    # An empty reference has no words to divide by; its transcript counts as insertions.
+    # An empty reference has no words to divide by. All words of its transcript count as insertions.
     normalise = _whisper_normaliser()
     normalised = None
     if normalise is not None:
@@ -77,7 +77,7 @@ _ROWS = 16
 
 
 def _group_by_prompt(batch: Batch) -> dict[tuple[int, ...], list[int]]:
-    """The rows without padding, by the tokens before the first trained one."""
+    """Groups the indices of the rows that are not padding by their prompt: the tokens before the first target."""
     rows_by_prompt: dict[tuple[int, ...], list[int]] = {}
     for row, (tokens_S, weights_S) in enumerate(zip(batch.tokens, batch.weights, strict=True)):
         trained_positions = np.flatnonzero(weights_S > 0)
@@ -91,7 +91,7 @@ def _decode_text(held_out: SpeechSet, ids: Sequence[int] | np.ndarray) -> str:
 
 
 def _whisper_normaliser() -> Callable[[str], str] | None:
-    """Whisper's normaliser for any language, from transformers."""
+    """Returns Whisper's language-independent text normaliser from transformers, or None if it is not installed."""
     if importlib.util.find_spec("transformers") is None:
         return None
     from transformers.models.whisper.english_normalizer import BasicTextNormalizer

@@ -30,16 +30,16 @@ class EvaluationText(NamedTuple):
 
     config: DataConfig
     root: Path
-    """The directory to which relative paths refer."""
+    """Directory that relative paths refer to."""
 
 
 class TextOptions(NamedTuple):
     """Options of an evaluation on texts."""
 
     stride: int | None = None
-    """Tokens between the beginnings of consecutive rows; None means rows do not overlap, as in training."""
+    """Number of tokens between the starts of consecutive rows. None means that rows do not overlap, as in training."""
     max_batches: int | None = None
-    """Maximum batches per set; None means all."""
+    """Maximum number of batches per set; None means all."""
 
 
 class TextLosses(NamedTuple):
@@ -56,9 +56,9 @@ def choose_text(source: str, model: EvalModel, data: Sequence[str]) -> Evaluatio
     """Finds the text to evaluate on.
 
     Args:
-        source: the model, as named by the user.
-        model: the model; the held-out text of its run is used if no other is named.
-        data: a configuration, or files of text; see `data.validation_urls`.
+        source: name of the model as the user gave it.
+        model: the model. If `data` is empty, the held-out text of its run is used.
+        data: path of a configuration, or paths of text files as in `data.validation_urls`.
 
     Raises:
         UserError: if no text is available.
@@ -75,14 +75,14 @@ def choose_text(source: str, model: EvalModel, data: Sequence[str]) -> Evaluatio
             f"configuration with a data section or files of text"
         )
     root = Path.cwd()
-    # For a checkpoint directory without a run directory, it is unknown where the run was started.
+    # For a checkpoint directory without a run directory, the directory where the run was started is unknown.
     with contextlib.suppress(UserError):
         root = run_start_directory(find_run(source), model.config.trainer.log_dir)
     return EvaluationText(model.config.data, root)
 
 
 def _data_config_of_files(files: Sequence[str]) -> DataConfig:
-    """Each file as a separate set; the training text is a placeholder the configuration requires."""
+    """Makes a configuration with each file as a separate set, and a placeholder for the required training text."""
     names = [re.sub(r"[^\w.-]+", "-", Path(file).stem).lstrip(".-") or "text" for file in files]
     if len({*names}) < len(names):
         names = [re.sub(r"[^\w.-]+", "-", file).lstrip(".-") for file in files]
@@ -115,7 +115,7 @@ def evaluate_text(
 
 
 def compare_text(first: EvalModel, second: EvalModel, a: TextLosses, b: TextLosses) -> list[SetComparison]:
-    """The paired differences of two models on the same text; raises the errors of `compare`."""
+    """Computes the paired differences between two models on the same text; raises the errors of `compare`."""
     return compare(a.sets, b.sets, same_tokens=first.tokenizer.identity() == second.tokenizer.identity())
 
 

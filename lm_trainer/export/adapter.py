@@ -1,4 +1,4 @@
-"""Export of an adapter as a directory for PEFT: adapter_config.json, its tensors, tokenizer and card."""
+"""Export of an adapter as a directory for PEFT: adapter_config.json, tensors, tokenizer and model card."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AdapterModel:
     config: DecoderConfig
     """Configuration of the base model."""
     vocab_size: int
-    """Rows of its embedding."""
+    """Number of rows of the base model's embedding."""
     adapter: LoraConfig
     params: Mapping[str, np.ndarray]
     """Parameters of the adapter, by dotted name."""
@@ -42,11 +42,11 @@ class AdapterModel:
 
 
 def write_adapter(out: StoragePath, model: AdapterModel, options: ExportOptions) -> None:
-    """Writes the adapter to `out`. Afterwards `out` is complete; if this raises, it is unchanged.
+    """Writes the adapter to `out`. If the function returns, `out` is complete; if it raises, `out` is unchanged.
 
     Raises:
-        UserError: if `transformers` does not have the family, or `out` may not be replaced.
-        MachineError: if the file system refuses.
+        UserError: if `transformers` does not have the model family, or `out` may not be replaced.
+        MachineError: if the file system reports an error.
     """
     config, tensors = adapter_to_peft(
         model.config, model.adapter, model.params, vocab_size=model.vocab_size, base=model.base

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# A name or a path may contain any characters: they must neither format text nor break the table.
+# A name or a path may contain any characters. They must not be read as Markdown, or break the table.
 _MARKDOWN = re.compile(r"([\\`*_\[\]|~])")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")
 
@@ -21,23 +21,23 @@ class TrainingFacts:
     tokens: int | None = None
     train_loss: float | None = None
     validation_losses: Mapping[str, float] = field(default_factory=dict)
-    """By name of the validation set."""
+    """Validation loss by the name of the validation set."""
 
 
 def model_card(
     name: str, *, hf_config: Mapping[str, Any], parameters: int, facts: TrainingFacts, hub_name: str | None
 ) -> str:
-    """Writes Markdown with a YAML header for the hub.
+    """Formats a model card: Markdown with a YAML header for the hub.
 
-    The card contains no part of the run's configuration (paths, project names): only the shape of the model and
-    `facts`.
+    The card contains only the shape of the model and `facts`. It contains no part of the run's configuration, such as
+    paths and project names.
 
     Args:
-        name: the title; may be any text, and is escaped.
+        name: title of the card; may be any text, and is escaped.
         hf_config: the content of config.json.
-        parameters: the number of parameters, shared ones counted once.
+        parameters: number of parameters; shared parameters count once.
         facts: facts about the training.
-        hub_name: `ORG/NAME` of the model on the hub, None for local models.
+        hub_name: `ORG/NAME` of the model on the hub; None for a local model.
     """
     from huggingface_hub import ModelCardData
 
@@ -64,15 +64,15 @@ def model_card(
 def adapter_card(
     name: str, *, base: str, rank: int, parameters: int, facts: TrainingFacts, hub_name: str | None
 ) -> str:
-    """Writes a card like `model_card`, for a low-rank adapter in PEFT's format.
+    """Formats a card like `model_card`, for a low-rank adapter in PEFT's format.
 
     Args:
-        name: the title; may be any text, and is escaped.
+        name: title of the card; may be any text, and is escaped.
         base: path or name of the base model.
         rank: rank of each pair of matrices.
         parameters: the number of parameters of the adapter.
         facts: facts about the training.
-        hub_name: `ORG/NAME` of the adapter on the hub, None for local adapters.
+        hub_name: `ORG/NAME` of the adapter on the hub; None for a local adapter.
     """
     from huggingface_hub import ModelCardData
 
@@ -196,7 +196,7 @@ _CONTEXTS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
 
 def escape_markdown(text: str) -> str:
-    """Escapes a text to Markdown that shows it literally, on one line."""
+    """Escapes a text so that Markdown shows it literally, on one line."""
     return _MARKDOWN.sub(r"\\\1", html.escape(_CONTROL.sub(" ", text), quote=False))
 
 

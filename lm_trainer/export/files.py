@@ -32,4 +32,4 @@ FILES: Mapping[str, Treatment] = {
 """Patterns of paths allowed in a model directory; other files are not read, exported or pushed."""
 
 DOWNLOADED = (*(name for name in FILES if name != "README.md"), "*.safetensors", "*.safetensors.index.json")
-"""Patterns of files to download from the hub. Weights may have any name; the index lists them."""
+"""Patterns of files to download from the hub. Weight files may have any name, because the index lists them."""

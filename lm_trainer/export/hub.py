@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 TOKEN_VARIABLE = "HF_TOKEN"
-# Deleted by a push unless it uploads them; other files of the repository stay.
+# A push deletes these files unless it uploads them. It keeps all other files of the repository.
 _STALE = ["*.safetensors", "*.safetensors.index.json"]
 
 
@@ -35,7 +35,7 @@ class PushedModel(NamedTuple):
 
 
 def check_push(name: str) -> None:
-    """Checks for reasons why `push` would fail, without network access, to avoid a useless export.
+    """Checks, without network access, for reasons why `push` would fail, before time is spent on the export.
 
     Raises:
         UserError: for a malformed name, a missing token, or if the hub is switched off.
@@ -52,16 +52,16 @@ def check_push(name: str) -> None:
 
 
 def prepare_push(name: str) -> str:
-    """Creates a private repository, or checks that the existing one is private and writable; uploads no files.
+    """Creates a private repository, or checks that an existing repository is private and writable. Uploads no files.
 
     Args:
-        name: `ORG/NAME`, or only the name for the account of the token.
+        name: `ORG/NAME`, or only `NAME` for the account that the token belongs to.
 
     Returns:
         `ORG/NAME`.
 
     Raises:
-        UserError: as `push`.
+        UserError: for the same reasons as in `push`.
         MachineError: if the hub cannot be reached.
     """
     from huggingface_hub import HfApi
@@ -82,7 +82,7 @@ def push(
     """Uploads the files of an export that match `patterns` to the model repository `name` (`ORG/NAME`).
 
     Creates the repository if necessary, private unless `public`. Deletes weights of an earlier push that are not part
-    of this one, to leave no stale shard.
+    of this one, so that no stale shard remains.
 
     Raises:
         UserError: if the hub refuses, or if the repository exists and is public and `public` is not set.
@@ -117,7 +117,7 @@ def _open_repository(api: HfApi, name: str, *, public: bool) -> bool:
 
 
 def download(name: str, *, revision: str | None = None, weights: bool = True) -> Path:
-    """Downloads the model `name` from the hub, only the files of `DOWNLOADED`, and returns the local copy.
+    """Downloads the files of the model `name` that match `DOWNLOADED` from the hub, and returns the local directory.
 
     Without `weights`, downloads only config.json.
 
@@ -130,7 +130,7 @@ def download(name: str, *, revision: str | None = None, weights: bool = True) ->
     _check_name(name)
     _check_online()
     with _explain_hub_errors(name):
-        # Never pickles or code: only files that are read without executing them.
+        # Only files that can be read without executing anything: no pickles and no code.
         patterns = list(DOWNLOADED) if weights else [CONFIG]
         # False, not None: None would use the token of a login, without the user's request.
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, token=_find_token() or False))
@@ -138,7 +138,7 @@ def download(name: str, *, revision: str | None = None, weights: bool = True) ->
 
 def _find_token() -> str:
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
-    # The HTTP client would print the full header, including the token, when it refuses such a value.
+    # The HTTP client would print the full header, including the token, when it rejects such a value.
     if not re.fullmatch(r"[!-~]*", token):
         raise UserError(f"{TOKEN_VARIABLE} in the environment holds characters that no token has; set it anew")
     return token
@@ -155,7 +155,7 @@ def _check_name(name: str) -> None:
 
 
 def _check_online() -> None:
-    # Read by the client at its import, which accepts all spellings of the variable.
+    # The hub's client reads the variable when it is imported, and accepts all its spellings.
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -166,7 +166,7 @@ def _check_online() -> None:
 
 @contextlib.contextmanager
 def _explain_hub_errors(name: str) -> Iterator[None]:
-    """Turns failures of the hub's client into messages that name the remedy and hide the token."""
+    """Turns errors of the hub's client into messages that name a remedy and do not contain the token."""
     from huggingface_hub.errors import HfHubHTTPError
 
     try:

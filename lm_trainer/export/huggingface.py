@@ -40,27 +40,27 @@ class TextModel:
 
     config: DecoderConfig
     vocab_size: int
-    """Rows of the embedding; the tokenizer may have added tokens past them."""
+    """Number of rows of the embedding. The tokenizer may have added tokens with higher ids."""
     params: Mapping[str, Any]
     """Nested dicts of arrays, as returned by `nnx.to_pure_dict`: NumPy arrays, or arrays sharded over several
     devices."""
     tokenizer: HfTokenizer
     name: str
-    """Display name: the title of the card."""
+    """Display name, which is also the title of the card."""
     facts: TrainingFacts = field(default_factory=TrainingFacts)
     settings: HfSettings | None = None
-    """Settings of the published model that it was imported from, or None."""
+    """Settings of the published model that this model was imported from; None if there is none."""
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text, the tokenizer's first."""
+        """Tokens that end a text; the tokenizer's end token comes first."""
         return all_end_ids(self.tokenizer, self.settings)
 
     def build(self, devices: Sequence[Any] | None = None) -> Decoder:
-        """Builds the module with these parameters, sharded over devices of this process (None: all) unless already
-        placed.
+        """Builds the module with these parameters. Shards them over `devices` (None: all of this process) unless they
+        are on devices already.
         """
-        # Traced, so random weights are never computed.
+        # Only traced, so that no random weights are computed.
         definition = ModelDef.trace(lambda: self.config.build(self.vocab_size, rngs=nnx.Rngs(0)))
         return definition.merge(shard_for_inference(definition, dict(self.params), devices))
 
@@ -70,11 +70,11 @@ class ExportOptions:
     """Options of an export; the defaults lose no precision and overwrite no files."""
 
     dtype: str = "f32"
-    """A key of `DTYPES`; a narrower dtype than the parameters' rounds to nearest."""
+    """A key of `DTYPES`. Parameters are rounded to nearest if the dtype is narrower than theirs."""
     max_shard_size: int = 5 * 10**9
-    """Bytes; larger models are split into several files with an index."""
+    """Maximum number of bytes per file. A larger model is split into several files with an index."""
     overwrite: bool = False
-    """Replace an earlier export at the same path."""
+    """Replaces an earlier export at the same path."""
     hub_name: str | None = None
     """`ORG/NAME` on the hub, for the snippet in the card."""
     context: int | None = None
@@ -82,13 +82,13 @@ class ExportOptions:
 
 
 def write_hf(out: StoragePath, model: TextModel, options: ExportOptions) -> None:
-    """Writes the model to `out`. Afterwards `out` is complete; if this raises, it is unchanged.
+    """Writes the model to `out`. If the function returns, `out` is complete; if it raises, `out` is unchanged.
 
-    Tensors are copied off the devices one by one; the host holds the tensors of one file at a time.
+    Copies the tensors from the devices one by one. The host holds the tensors of one file at a time.
 
     Raises:
         UserError: if the format cannot express a part of the model, or `out` may not be replaced.
-        MachineError: if the file system refuses.
+        MachineError: if the file system reports an error.
     """
     dtype = DTYPES[options.dtype]
     tensors = hf.pending_params_to_hf(model.config, model.params)
@@ -111,7 +111,7 @@ def check_exportable(config: DecoderConfig) -> None:
 
 
 def all_end_ids(tokenizer: Tokenizer, settings: HfSettings | None) -> tuple[int, ...]:
-    """Lists the tokens that end a text: the tokenizer's, and the ones in the model's settings."""
+    """Lists the tokens that end a text: the tokenizer's end token and the end tokens in the model's settings."""
     return tuple(dict.fromkeys((tokenizer.eos_id, *(settings.end_ids if settings else ()))))
 
 
@@ -129,7 +129,7 @@ def _settings_to_export(model: TextModel, options: ExportOptions) -> HfSettings:
 
 
 def is_hf_directory(path: Path) -> bool:
-    """Returns True if `path` looks like a Hugging Face model or an adapter; only `read_hf` checks if it is valid."""
+    """Returns True if `path` looks like a Hugging Face model or adapter. Only `read_hf` checks whether it is valid."""
     return (path / CONFIG).is_file() or is_adapter_directory(path)
 
 
@@ -137,10 +137,10 @@ def read_hf(directory: Path, *, tokenizer: Path | None = None, name: str | None 
     """Reads a model written by `write_hf`, transformers or other programs. Never executes code from the directory.
 
     Args:
-        directory: has config.json, safetensors weights and, unless `tokenizer` is given, tokenizer.json; or an adapter
-            of PEFT, which is merged into its base model.
-        tokenizer: another directory with the tokenizer.
-        name: the name of the model; None: the name of the directory.
+        directory: contains config.json, safetensors weights and, unless `tokenizer` is given, tokenizer.json. Or
+            contains an adapter of PEFT, which is merged into its base model.
+        tokenizer: directory of the tokenizer, if it differs from `directory`.
+        name: name of the model; None means the name of the directory.
 
     Raises:
         UserError: for an unsupported family or setting, code in the directory, damaged or missing files, tensors that
@@ -175,7 +175,7 @@ def read_hf_config(directory: Path) -> tuple[DecoderConfig, int]:
 
 
 def read_hf_settings(directory: Path) -> tuple[DecoderConfig, int, HfSettings]:
-    """Reads everything except the weights: model configuration, vocabulary size, and all settings.
+    """Reads everything except the weights: the model configuration, the vocabulary size, and all settings.
 
     Raises:
         UserError: for an unsupported family or setting, code in the directory, or a damaged or missing file.
@@ -203,7 +203,7 @@ def read_hf_settings(directory: Path) -> tuple[DecoderConfig, int, HfSettings]:
 
 
 def _untie_distinct_head(config: DecoderConfig, vocab_size: int, directory: Path) -> DecoderConfig:
-    """Returns the configuration, with untied weights if the files have a head that differs from the embedding.
+    """Returns the configuration. Its weights are untied if the files contain a head that differs from the embedding.
 
     transformers does the same since version 5, for any value of `tie_word_embeddings`.
     """
@@ -214,7 +214,7 @@ def _untie_distinct_head(config: DecoderConfig, vocab_size: int, directory: Path
     head = {file_name(family, second) for second in family.tied} & weights.keys()
     if not head:
         return config
-    # Names as in the files, which may lack the prefix of the model with a head.
+    # Names as in the files, which may lack the prefix that a model with a head has.
     copies = hf.plan_reading(config, vocab_size, *weights.shapes_and_files()).repeated
     if all(weights.are_equal(copy, first) for copy, first in copies.items()):
         return config
@@ -222,12 +222,12 @@ def _untie_distinct_head(config: DecoderConfig, vocab_size: int, directory: Path
 
 
 def _refuse_quantized(raw: Mapping[str, Any]) -> None:
-    """Raises `UserError` for a config.json with quantized weights, naming the method."""
+    """Raises `UserError`, with the name of the method, for a config.json of a model with quantized weights."""
     block = raw.get("quantization_config")
     if not block:
         return
     named = block.get("quant_method") if isinstance(block, Mapping) else None
-    # The first files of bitsandbytes name no method.
+    # Files written by early versions of bitsandbytes name no method.
     method = named or ("bitsandbytes" if {"load_in_4bit", "load_in_8bit"} & set(block) else "an unnamed method")
     raise UserError(
         f"`quantization_config`: the weights are quantized with {method}, which is not read; use the model that they "
@@ -237,7 +237,7 @@ def _refuse_quantized(raw: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def errors_prefixed_with(path: Path) -> Iterator[None]:
-    """Prefixes errors of a file's or directory's content with its name."""
+    """Prefixes errors about the content of a file or directory with its path."""
     try:
         yield
     except UserError as error:

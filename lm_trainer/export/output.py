@@ -18,7 +18,7 @@ from lm_trainer.core.file_lock import try_lock
 from lm_trainer.core.files import local_path
 
 COMPLETE = "_COMPLETE.json"
-"""The object written last into a directory of a bucket, with the names and sizes of all others."""
+"""Object that is written last into a directory of a bucket. It lists the names and sizes of all other objects."""
 
 
 def check_output(out: StoragePath, *, overwrite: bool, replaceable: Collection[str]) -> None:
@@ -29,7 +29,7 @@ def check_output(out: StoragePath, *, overwrite: bool, replaceable: Collection[s
             name matches none of the patterns in `replaceable`: unrelated files are never deleted.
     """
     if isinstance(out, Bucket):
-        # Without its last object, the directory was left by a killed writer.
+        # If the last object is missing, the directory was left by a writer that was killed.
         names = iter(out.list())
         _check_replaceable(out, names, overwrite=overwrite or not is_export(out), replaceable=(*replaceable, COMPLETE))
         return
@@ -44,7 +44,7 @@ def check_output(out: StoragePath, *, overwrite: bool, replaceable: Collection[s
 def _walk_names(directory: Path) -> Iterator[str]:
     """Yields the relative path of every file and every empty directory below a directory."""
     for folder, folders, files in os.walk(directory):
-        # Links to directories are listed, and not followed.
+        # Links to directories are listed, but not followed.
         links = [name for name in folders if (Path(folder) / name).is_symlink()]
         if Path(folder) != directory and not folders and not files:
             yield Path(folder).relative_to(directory).as_posix()
@@ -66,23 +66,23 @@ def _check_replaceable(
 
 @contextlib.contextmanager
 def atomic_directory(out: StoragePath, *, overwrite: bool, replaceable: Collection[str]) -> Iterator[Path]:
-    """Makes an empty directory to write into, which becomes `out` when the block ends, and is removed if it raises.
+    """Creates an empty directory to write into. It becomes `out` when the block ends, or is removed if the block fails.
 
-    The next writer for the same `out` removes the leftovers of a killed one. In a bucket, an object with the list of
-    all others is written last, so a directory without it is incomplete.
+    The next writer of the same `out` removes the leftovers of a writer that was killed. In a bucket, an object that
+    lists all others is written last, so a directory without it is incomplete.
 
     Raises:
-        UserError: as `check_output`, or if another process is currently writing `out`.
-        MachineError: if the file system refuses.
+        UserError: for the same reasons as in `check_output`, or if another process is currently writing `out`.
+        MachineError: if the file system reports an error.
     """
     if isinstance(out, Bucket):
         with _upload_directory(out, overwrite=overwrite, replaceable=replaceable) as draft:
             yield draft
         return
-    # Checked in its original form: made absolute, a URL looks like any other directory.
+    # Checked before the path is made absolute, because a URL would then look like any other directory.
     out = Path(os.path.abspath(local_path(out)))
     check_output(out, overwrite=overwrite, replaceable=replaceable)
-    # In the same directory as `out`, because a rename is atomic only within one file system.
+    # The draft is in the same directory as `out`, because a rename is atomic only within one file system.
     draft = out.parent / f".{out.name}.incomplete"
     if draft.is_symlink():
         raise UserError(f"{draft}: is a link, and what it leads to would be emptied; remove it")
@@ -94,7 +94,7 @@ def atomic_directory(out: StoragePath, *, overwrite: bool, replaceable: Collecti
             with _as_machine_errors(out):
                 _clear_directory(draft)
                 yield draft
-                # Flushed to disk before the rename, so a power cut cannot leave a complete directory of empty files.
+                # Flushed to disk before the rename, so that a power failure cannot leave a directory of empty files.
                 for path in (*draft.rglob("*"), draft):
                     _fsync(path)
                 # Checked a second time: a file may have been added while a large model was written.
@@ -111,7 +111,7 @@ def _upload_directory(out: Bucket, *, overwrite: bool, replaceable: Collection[s
         draft = Path(directory)
         yield draft
         check_output(out, overwrite=overwrite, replaceable=replaceable)
-        # From here until its last object is written, the directory is incomplete.
+        # From here until the last object is written, the directory is incomplete.
         out.delete(COMPLETE)
         sizes = {str(path.relative_to(draft)): path.stat().st_size for path in draft.rglob("*") if path.is_file()}
         out.delete(*(name for name in out.list() if name not in sizes))
@@ -120,15 +120,15 @@ def _upload_directory(out: Bucket, *, overwrite: bool, replaceable: Collection[s
 
 
 def is_export(bucket: Bucket) -> bool:
-    """Returns True if a directory of a bucket is complete, with the last object of `atomic_directory`."""
+    """Returns True if a directory of a bucket is complete: it has the object that `atomic_directory` writes last."""
     return bucket.read(COMPLETE) is not None
 
 
 def list_exported_files(bucket: Bucket) -> dict[str, int]:
-    """Lists the files of such a directory, with their sizes in bytes.
+    """Lists the files of a complete directory of a bucket, with their sizes in bytes.
 
     Raises:
-        UserError: if one of them is gone, or their list is damaged.
+        UserError: if one of the files is missing, or their list is damaged.
     """
     files, names = read_json(bucket, COMPLETE).get("files", {}), set(bucket.list())
     if not isinstance(files, Mapping) or not all(isinstance(size, int) and size >= 0 for size in files.values()):
@@ -140,7 +140,7 @@ def list_exported_files(bucket: Bucket) -> dict[str, int]:
 
 @contextlib.contextmanager
 def local_copy_of_export(out: StoragePath) -> Iterator[Path]:
-    """Provides a temporary local directory with the files of an export: `out` itself if it is local."""
+    """Provides a local directory with the files of an export: `out` itself if local, otherwise a temporary copy."""
     if isinstance(out, Path):
         yield out
         return
@@ -155,7 +155,7 @@ def _replace_with_draft(draft: Path, out: Path) -> None:
     if not out.exists() or not any(out.iterdir()):
         draft.rename(out)
     else:
-        # Renamed before files are deleted: a kill in between leaves the old model intact, under another name.
+        # Renamed before files are deleted, so that a kill in between leaves the old model intact under another name.
         old = out.parent / f".{out.name}.replaced"
         shutil.rmtree(old, ignore_errors=True)
         out.rename(old)
@@ -183,7 +183,7 @@ def _fsync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _draft_lock(draft: Path, out: Path) -> Iterator[None]:
-    """Holds a lock on the draft, which ends with the process."""
+    """Holds a lock on the draft. The lock is released at the latest when the process ends."""
     with _as_machine_errors(out):
         handle = os.open(draft, os.O_RDONLY)
     try:

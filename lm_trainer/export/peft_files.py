@@ -25,22 +25,22 @@ _COMPUTED = frozenset(
     {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"}
     | {"fan_in_fan_out"}
 )
-"""Settings of PEFT's LoraConfig that the product depends on; ranks are taken from the tensors."""
+"""Settings of PEFT's LoraConfig that the product depends on. Ranks are taken from the shapes of the tensors."""
 _WITHOUT_EFFECT = frozenset(
-    # Settings of the program that reads or trains the adapter.
+    # Settings for the program that reads or trains the adapter.
     {"task_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config", "lora_dropout", "megatron_core"}
     # VeLoRA changes only the backward pass.
     | {"revision", "velora_config"}
-    # Layers with an adapter: the ones with tensors.
+    # Choice of the layers that have an adapter. The names of the tensors show which ones do.
     | {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
-    # Adapters of the embedding or the head are refused as tensors.
+    # Adapters of the embedding or the head are refused when their tensors are read.
     | {"ensure_weight_tying"}
-    # Details of a setting in `_ONLY`, without effect on their own.
+    # Details of a setting in `_ONLY`; they have no effect without it.
     | {"eva_config", "corda_config", "loftq_config", "lora_ga_config", "qalora_group_size"}
 )
-"""Settings without effect on the contribution of a trained adapter."""
+"""Settings that do not affect the contribution of a trained adapter."""
 _ONLY: Mapping[str, tuple[Any, ...]] = {
-    # Other values change the weights of the base when an adapter is made, and when it is loaded.
+    # Other values change the weights of the base model when an adapter is created, and when it is loaded.
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),
     "bias": ("none",),
     "modules_to_save": (),
@@ -57,7 +57,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "arrow_config": (),
     "kasa_config": (),
 }
-"""Settings, with the values (and null, false and empty ones) for which an adapter is purely a sum of products."""
+"""Settings, each with the values (besides null, false and empty) for which an adapter is just a sum of products."""
 KNOWN_SETTINGS = _COMPUTED | _WITHOUT_EFFECT | _ONLY.keys()
 
 
@@ -67,15 +67,15 @@ def is_adapter_directory(path: Path) -> bool:
 
 
 def base_model_directory(directory: Path) -> Path:
-    """Directory of the base model named in an adapter_config.json.
+    """Finds the directory of the base model that is named in an adapter_config.json.
 
     Raises:
-        UserError: if it is not on this machine.
+        UserError: if the base model is not on this machine.
     """
     name = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise UserError(f"{directory / ADAPTER_CONFIG}: base_model_name_or_path is missing: of which model?")
-    # As written, and relative to the adapter for users who move both together.
+    # The path as written, then relative to the adapter, for users who move both together.
     for path in (Path(name), directory / name):
         if (path / "config.json").is_file():
             return path
@@ -97,13 +97,13 @@ class _Adapter(NamedTuple):
 
 
 class AdaptedWeights(Weights):
-    """The tensors of the base with the adapter's products added to them, in float32; see `Weights`.
+    """Tensors of the base model with the products of the adapter added to them, in float32; see `Weights`.
 
-    W += scale B A, of LoRA (https://arxiv.org/abs/2106.09685, equation 3), with scale = alpha / R, or alpha / sqrt(R)
-    of rank-stabilised LoRA.
+    Computes W += scale B A as in LoRA (https://arxiv.org/abs/2106.09685, equation 3), where scale is alpha / R, or
+    alpha / sqrt(R) for rank-stabilised LoRA.
 
     Raises:
-        UserError: at opening, for an adapter that is not such a sum, or does not fit the base.
+        UserError: when opened, for an adapter that is not a sum of this form, or does not fit the base model.
     """
 
     def __init__(self, directory: Path, base: Path):
@@ -114,7 +114,7 @@ class AdaptedWeights(Weights):
             stored_tensors = read_header(path_inside(directory, _ADAPTER_WEIGHTS, directory))
         except FileNotFoundError:
             raise UserError(f"{directory}: no {_ADAPTER_WEIGHTS}") from None
-        # A module of PEFT and the tensor that it adapts may differ in their prefix.
+        # The names of a PEFT module and of the tensor that it adapts may have different prefixes.
         pairs = _pair_matrices(stored_tensors, directory)
         self._pairs = {
             self._find_target_tensor(module, directory): _Adapter(module, *pair) for module, pair in pairs.items()
@@ -139,11 +139,11 @@ class AdaptedWeights(Weights):
 
     @property
     def _has_inputs_first(self) -> bool:
-        """True for weights with inputs before outputs, such as GPT-2's."""
+        """True if the weights have the input dimension before the output dimension, as in GPT-2."""
         return bool(self._config.get("fan_in_fan_out"))
 
     def _find_target_tensor(self, name: str, directory: Path) -> str:
-        # Some bases are saved without the prefix of the model with a head.
+        # Some base models are saved without the prefix that a model with a head has.
         for candidate in (f"{name}.weight", f"{name.partition('.')[2]}.weight"):
             if candidate in self.stored:
                 return candidate
@@ -169,7 +169,7 @@ def _check_adapter_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
 def _pair_matrices(
     stored_tensors: dict[str, StoredTensor], directory: Path
 ) -> dict[str, tuple[StoredTensor, StoredTensor]]:
-    """Module -> A [R, I] and B [O, R]."""
+    """Returns the matrices A [R, I] and B [O, R] of each module."""
     file = directory / _ADAPTER_WEIGHTS
     modules = [name.removesuffix(_A) for name in stored_tensors if name.endswith(_A)]
     paired_names = {f"{module}{end}" for module in modules for end in (_A, _B)}

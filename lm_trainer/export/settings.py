@@ -1,4 +1,4 @@
-"""Settings of a published model other than its weights: one value, carried unchanged from import to export."""
+"""All settings of a published model as one value, which is kept unchanged from import to export."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ class HfSettings:
     config: Mapping[str, Any]
     """config.json."""
     generation: Mapping[str, Any]
-    """generation_config.json, or without it, the generation fields of config.json."""
+    """generation_config.json, or the generation fields of config.json if the file does not exist."""
     preprocessor: Mapping[str, Any] | None = None
     """preprocessor_config.json."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Further files by name, not interpreted."""
+    """Contents of further files by file name. They are not interpreted."""
 
     @classmethod
     def read(cls, directory: Path) -> Self:
         """Reads the files of a directory written by `write`, transformers or other programs.
 
         Raises:
-            UserError: as `read_copied_files`, for a damaged file, and for an end token that is not an id.
+            UserError: for the same reasons as in `read_copied_files`, for a damaged file, and for an end token that is
+                not an id.
         """
         config = read_json(directory / CONFIG)
         generation_file, preprocessor_file = directory / GENERATION, directory / PREPROCESSOR
@@ -55,7 +56,7 @@ class HfSettings:
 
     @classmethod
     def default_for(cls, model: DecoderConfig, vocab_size: int, tokenizer: Tokenizer) -> Self:
-        """Makes default settings for a model without imported ones.
+        """Makes default settings for a model without imported settings.
 
         Raises:
             UserError: for a setting that the format cannot express.
@@ -84,7 +85,8 @@ class HfSettings:
 
         Args:
             tokenizer: the tokenizer in use.
-            model_directory: directory of the model; if it names no end token, the tokenizer's counts as different.
+            model_directory: directory of the model. If it names no end token, the tokenizer's end token counts as
+                different.
         """
         named = read_json(model_directory / CONFIG_FILE) if (model_directory / CONFIG_FILE).is_file() else {}
         same_end = token_text(named.get("eos_token")) == tokenizer.named_tokens()["eos_token"]
@@ -93,20 +95,21 @@ class HfSettings:
     def adapt_to_model(
         self, model: DecoderConfig, vocab_size: int, tokenizer: Tokenizer, *, context: int | None = None
     ) -> Self:
-        """Updates the settings with the user's changes to the model; unchanged values keep the source's form.
+        """Updates the settings with the user's changes to the model. Unchanged values keep the form of the source.
 
         Args:
             model: the current configuration.
-            vocab_size: rows of its embedding.
+            vocab_size: number of rows of the model's embedding.
             tokenizer: the tokenizer in use.
-            context: context length in tokens. None: the source's, or the row length of training if that is longer.
+            context: context length in tokens. None means the longer of the source's context and the row length of
+                training.
 
         Raises:
             UserError: for a setting that the format cannot express.
         """
         source, rows = hf.config_from_hf(self.config)
         source = source.with_generation(self.generation)
-        # Generation settings that the model section lacks were not changed by the user.
+        # The user did not change generation settings that are missing from the model section.
         model = model.with_generation({**self.generation, **getattr(model, "generation_config", {})})
         if allows_any_length(model, vocab_size):
             model = model.model_copy(update={"seq_len": context or max(model.seq_len, source.seq_len)})
@@ -135,7 +138,8 @@ class HfSettings:
         if self.preprocessor is not None:
             texts[PREPROCESSOR] = self.preprocessor
         for name, fields in texts.items():
-            # Sorted, so equal content gives equal bytes. Unlike `write_json`, it allows the infinities of a source.
+            # Keys are sorted, so that equal content gives equal bytes. Unlike `write_json`, this allows infinite
+            # values.
             text = json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False)
             (directory / name).write_text(text + "\n", encoding="utf-8")
         for name, content in self.files.items():
@@ -149,9 +153,9 @@ def _as_list(value: Any) -> list[Any]:
 def _merge_changes(
     source: Mapping[str, Any], before_change: Mapping[str, Any], after_change: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`source` with the fields that differ between `before_change` and `after_change`, two settings of the same form.
+    """Returns `source`, updated with the fields that differ between `before_change` and `after_change`.
 
-    A token not named in `after_change` stays.
+    Both have the same form. A token that `after_change` does not name is kept.
     """
     absent = object()
     changed = {

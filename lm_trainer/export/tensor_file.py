@@ -1,4 +1,4 @@
-"""A safetensors file: reads its header, and regions of its tensors on demand."""
+"""Reads the header of a safetensors file, and regions of its tensors on demand."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _EXPONENTS = {
     _DTYPES["F16"]: np.uint16(0x7C00),
     _DTYPES["BF16"]: np.uint16(0x7F80),
 }
-"""The bits of the exponent."""
+"""Mask of the exponent bits of each dtype."""
 
 _CHECKED_AT_ONCE = 1 << 16
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a file; its data is not in memory."""
+    """A tensor in a file. Its data is not in memory."""
 
     name: str
     file: Path
@@ -50,7 +50,7 @@ class StoredTensor(NamedTuple):
     """Dtype name in safetensors: `F32`, `BF16`, ..."""
     shape: tuple[int, ...]
     offset: int
-    """Offset of its first byte in the file."""
+    """Offset of the first byte of the tensor in the file."""
 
     @property
     def numpy_dtype(self) -> np.dtype:
@@ -66,21 +66,22 @@ class StoredTensor(NamedTuple):
         return _DTYPES[self.dtype]
 
     def read(self, region: Region = ()) -> np.ndarray:
-        """Copies a region, by default everything, in the dtype of the file; no other part of the file stays in memory.
+        """Copies a region of the tensor, by default all of it, in the dtype of the file. No other part of the file
+        stays in memory.
 
         Raises:
-            UserError: as `numpy_dtype`; for NaN and infinite values.
+            UserError: for the same reasons as in `numpy_dtype`, and for NaN and infinite values.
             MachineError: if the file has become unreadable.
         """
         dtype = self.numpy_dtype
-        # An empty file region cannot be mapped.
+        # A memory map cannot be empty.
         if 0 in self.shape:
             return np.zeros(self.shape, dtype)[region]
         try:
             mapped = np.memmap(self.file, dtype, "r", self.offset, self.shape)
         except (OSError, ValueError) as error:
             raise MachineError(f"{self.file}: cannot be read any more ({error})") from None
-        # A copy: the file's pages in memory are released with the map.
+        # A copy, so that the pages of the file are released together with the map.
         values = np.array(mapped[region])
         if not is_finite(values):
             raise UserError(f"{self.file}: {self.name} holds NaN or infinite values; use a sound copy of it")
@@ -88,13 +89,13 @@ class StoredTensor(NamedTuple):
 
 
 def is_finite(values: np.ndarray) -> bool:
-    """True if no value is NaN or infinite; needs memory for a single block of values."""
+    """Returns True if no value is NaN or infinite. Needs memory only for one block of values."""
     mask = _EXPONENTS.get(values.dtype)
     if mask is None:
         return True
     # An array in the file's layout is flattened without a copy; a region with gaps was copied when it was read.
     bits_N = values.reshape(-1).view(mask.dtype)
-    # NaN and infinity are the values with an exponent of all ones. A block fits into the cache of a core.
+    # NaN and infinity are the values whose exponent bits are all ones. A block fits into the cache of a core.
     return all(
         (np.bitwise_and(bits_N[start : start + _CHECKED_AT_ONCE], mask) != mask).all()
         for start in range(0, len(bits_N), _CHECKED_AT_ONCE)
@@ -102,7 +103,7 @@ def is_finite(values: np.ndarray) -> bool:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Reads the header of a safetensors file: its tensors by name.
+    """Reads the header of a safetensors file and returns its tensors by name.
 
     Raises:
         FileNotFoundError: if the file does not exist.
@@ -112,7 +113,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        # The package checks the full header against the size of the file.
+        # The safetensors package checks the full header against the size of the file.
         with safe_open(path, framework="numpy"), path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length), object_pairs_hook=_refuse_duplicate_keys)
@@ -120,7 +121,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path}: damaged, or not a safetensors file ({error})") from None
-    # Offsets count from the end of the header, which follows its length in 8 bytes.
+    # The file begins with the length of the header in 8 bytes. Offsets count from the end of the header.
     start = 8 + length
     return {
         name: StoredTensor(name, path, entry["dtype"], tuple(entry["shape"]), start + entry["data_offsets"][0])
@@ -130,7 +131,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Builds a JSON object and refuses duplicate keys, of which Python would silently use the last."""
+    """Builds a JSON object and refuses duplicate keys. Python would silently use the last value of such a key."""
     entries = dict(pairs)
     if len(entries) < len(pairs):
         names = [name for name, _ in pairs]

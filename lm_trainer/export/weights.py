@@ -1,6 +1,6 @@
-"""Safetensors files on disk: written in shards with an index, read one tensor at a time.
+"""Writes safetensors files in shards with an index, and reads them one tensor at a time.
 
-Never unpickles or executes content of a file, and a name inside a file never leads out of its directory.
+Content of a file is never unpickled or executed, and a file name in an index cannot refer to another directory.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lm_trainer.export.tensor_file import StoredTensor, read_header
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_JSON_BYTES = 64 * 2**20
-"""A configuration or an index above this size is refused without reading it."""
+"""Maximum size in bytes of a configuration or an index. Larger files are refused without being read."""
 
 _COMPARED_BYTES = 64 << 20
-"""Maximum size, as float32, of the part of each tensor held while two are compared."""
+"""Maximum size, as float32, of the part of each tensor in memory while two tensors are compared."""
 _SHARD_NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
@@ -33,7 +33,7 @@ _WIDENED = frozenset({"F32", "F16", "BF16"})
 
 
 def parse_size(text: str) -> int:
-    """Parses a size such as `5GB` or `500MB` to bytes, in powers of 1000 as on the hub.
+    """Parses a size such as `5GB` or `500MB`, and returns it in bytes; units are powers of 1000 as on the hub.
 
     Raises:
         UserError: for any other text, and for a size below one byte.
@@ -49,11 +49,11 @@ def write_weights(directory: Path, tensors: Mapping[str, Any], *, dtype: np.dtyp
     """Writes `tensors`, cast to `dtype`, as one safetensors file, or as shards and an index above `max_shard_size`.
 
     Rounds to nearest even if `dtype` is narrower. A tensor is never split: if it is larger than `max_shard_size` bytes,
-    it gets its own shard. Holds one shard in memory at a time, in addition to `tensors`: arrays, or objects with a
-    `size` that `np.asarray` converts to arrays.
+    it gets its own shard. Holds one shard in memory at a time, in addition to `tensors`. The values of `tensors` are
+    arrays, or objects with a `size` that `np.asarray` converts to arrays.
 
     Raises:
-        MachineError: if the file system refuses (a full disk, lost permissions).
+        MachineError: if the file system reports an error, such as a full disk or missing permissions.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
@@ -61,7 +61,7 @@ def write_weights(directory: Path, tensors: Mapping[str, Any], *, dtype: np.dtyp
         dict(tensors),
         get_storage_size=lambda tensor: tensor.size * dtype.itemsize,
         filename_pattern="model{suffix}.safetensors",
-        # Arrays that share memory are written separately; the format has no aliases.
+        # Arrays that share memory are written separately, because the format has no aliases.
         get_storage_id=lambda _: None,
         max_shard_size=max_shard_size,
     )
@@ -76,7 +76,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Any], *, dtype: np.dtype
     """Writes `tensors`, cast to `dtype`, as one safetensors file.
 
     Raises:
-        MachineError: if the file system refuses.
+        MachineError: if the file system reports an error.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
@@ -88,14 +88,14 @@ def write_safetensors(path: Path, tensors: Mapping[str, Any], *, dtype: np.dtype
         ordered = {name: np.asarray(x, dtype=dtype, order="C") for name, x in tensors.items()}
         # transformers refuses a file that does not name its framework.
         save_file(ordered, path, metadata={"format": "pt"})
-        # safetensors makes files readable only by the owner, for any umask.
+        # safetensors makes files readable only by their owner, regardless of the umask.
         path.chmod(mode & 0o777)
     except (SafetensorError, OSError) as error:
         raise MachineError(f"{path}: cannot be written ({error})") from None
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Writes a JSON object with sorted keys, so equal content gives equal bytes."""
+    """Writes a JSON object with sorted keys, so that equal content gives equal bytes."""
     text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
     path.write_text(text + "\n", encoding="utf-8")
 
@@ -104,11 +104,12 @@ def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object from an untrusted file.
 
     Raises:
-        UserError: if the file is missing, too large, a link out of its directory, or no JSON object.
+        UserError: if the file is missing or too large, is a link out of its directory, or does not contain a JSON
+            object.
     """
     path_inside(path.parent, path.name, path.parent)
     try:
-        # Checked before reading: an untrusted file may be of any size.
+        # Checked before reading, because an untrusted file may be of any size.
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
             raise UserError(f"{path}: {size} bytes are too many for this file; at most {MAX_JSON_BYTES} are read")
@@ -127,20 +128,20 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Weights(Mapping[str, np.ndarray]):
-    """The tensors of a directory by name, each read from its file on demand.
+    """Tensors of a directory by name. Each tensor is read from its file on demand.
 
     Floating-point tensors are converted to float32, which is exact for float16 and bfloat16; other dtypes are
     unchanged. `dtypes` has the names of the safetensors dtypes that occur (`F32`, `BF16`, ...).
 
     Raises:
-        UserError: at opening, for a directory without safetensors, an index that leads outside, or a file with a
-            damaged header; at reading, for a dtype that cannot be read exactly.
+        UserError: when opened, for a directory without safetensors files, an index that refers to files outside it, or
+            a file with a damaged header; when reading, for a dtype that cannot be read exactly.
     """
 
     def __init__(self, directory: Path):
         self.directory = directory
         self.stored: dict[str, StoredTensor] = {}
-        """Headers of the files; no data is read yet."""
+        """Header entries of the tensors; no data is read yet."""
         files = _read_headers(directory)
         for tensors in files.values():
             for name, tensor in tensors.items():
@@ -163,11 +164,11 @@ class Weights(Mapping[str, np.ndarray]):
         return len(self.stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, read from the header."""
+        """Returns the shape of a tensor from the header."""
         return self.stored[name].shape
 
     def are_equal(self, one: str, other: str) -> bool:
-        """True if two tensors have the same shape and values; holds a few rows of them at a time."""
+        """Returns True if two tensors have the same shape and values. Holds a few rows of them in memory at a time."""
         shape = self.shape(one)
         if self.shape(other) != shape:
             return False
@@ -178,13 +179,13 @@ class Weights(Mapping[str, np.ndarray]):
         return all(np.array_equal(first.read(region), second.read(region)) for region in regions)
 
     def shapes_and_files(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-        """Shape and file name of every tensor."""
+        """Returns the shape and the file name of every tensor."""
         shapes = {name: stored.shape for name, stored in self.stored.items()}
         return shapes, {name: stored.file.name for name, stored in self.stored.items()}
 
 
 def _read_headers(directory: Path) -> dict[str, dict[str, StoredTensor]]:
-    """File name -> its tensors."""
+    """Returns the tensors of each file by file name."""
     index = directory / INDEX_FILE
     single = directory / SINGLE_FILE
     if index.exists():
@@ -194,7 +195,7 @@ def _read_headers(directory: Path) -> dict[str, dict[str, StoredTensor]]:
         return files
     if single.exists():
         return {SINGLE_FILE: _read_file_header(directory, SINGLE_FILE, source=directory)}
-    # Mentioned, because a directory with only pickles is the most common case.
+    # The message mentions pickles, because a directory with only pickles is the most common case.
     pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
     if pickles:
         raise UserError(

@@ -12,19 +12,19 @@ import jax
 import jax.numpy as jnp
 
 _NEVER = -1e9
-"""Score of absent entries; finite, to keep such beams in order."""
+"""Score of an absent entry. It is finite, so that beams with this score keep their order."""
 
 Advance = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[Any, jax.Array]]
-"""(carry, step, parents_R, next_R) -> carry and log-probabilities [R, V] after one more token of each beam: beam r
-continues beam `parents_R[r]` with the token `next_R[r]`."""
+"""`advance(carry, step, parents_R, next_R)` adds one token to each beam, and returns the new carry and the
+log-probabilities [R, V] of the next token. Beam r continues beam `parents_R[r]` with the token `next_R[r]`."""
 
 
 class _Beams(NamedTuple):
-    """State of a search after some steps."""
+    """State of a search after a number of steps."""
 
     step: jax.Array
     running: jax.Array
-    """bool: another step may change a result."""
+    """bool: True while another step may change a result."""
     carry: Any
     log_probs_RV: jax.Array
     """Log-probabilities of the next token."""
@@ -34,7 +34,7 @@ class _Beams(NamedTuple):
     """Sums of log-probabilities, in descending order."""
     finished: _Finished
     open_B: jax.Array
-    """bool: an unfinished text may still become better than a finished one."""
+    """bool: True while an unfinished text may become better than a finished text."""
 
 
 class _Finished(NamedTuple):
@@ -42,18 +42,18 @@ class _Finished(NamedTuple):
 
     tokens_BNG: jax.Array
     counts_BN: jax.Array
-    """Number of tokens of each."""
+    """Number of tokens of each text."""
     scores_BN: jax.Array
-    """Sums of log-probabilities over length ** penalty, in descending order."""
+    """Sums of log-probabilities divided by length ** penalty, in descending order."""
     valid_BN: jax.Array
-    """bool: the entry holds a text."""
+    """bool: True if the entry holds a text."""
 
 
 class _Candidates(NamedTuple):
-    """The best continuations of a row, twice as many as beams: each beam may end, and as many still continue."""
+    """The best continuations of a row: twice as many as beams, so that enough of them continue if every beam ends."""
 
     parents_BK: jax.Array
-    """The beam that each one continues."""
+    """Index of the beam that each candidate continues."""
     next_BK: jax.Array
     tokens_BKG: jax.Array
     scores_BK: jax.Array
@@ -72,26 +72,26 @@ def search_beams(  # noqa: PLR0913 - the choices of a search
 ) -> tuple[jax.Array, jax.Array]:
     """Finds the most likely text of each row, like `generate(num_beams=...)` of transformers with its defaults.
 
-    A row is done if it has `beams` finished texts, and no unfinished text is better, for its current length, than the
-    worst of them (`early_stopping=False`). Call it under `jax.jit`.
+    A row is done when it has `beams` finished texts, and no unfinished text, scored at its current length, is better
+    than the worst of them (`early_stopping=False`). Call this function under `jax.jit`.
 
     Args:
-        carry: state of `advance` after the tokens so far, a tree of arrays.
+        carry: state of `advance` after the tokens so far, a pytree of arrays.
         log_probs_RV: log-probabilities of the first token, float32; identical for the beams of a row.
-        advance: performs a step.
+        advance: adds one token to each beam; see `Advance`.
         beams: number of beams per row.
         max_new_tokens: maximum length of a text.
         eos_id: the token that ends a text, int32 scalar.
-        length_penalty: float32 scalar; above 0 favours long texts, below 0 short ones.
+        length_penalty: float32 scalar; a positive value favours long texts, and a negative value favours short texts.
 
     Returns:
-        tokens, int32 [B, max_new_tokens], and the number of valid ones, int32 [B].
+        The tokens, int32 [B, max_new_tokens], and the number of valid tokens of each row, int32 [B].
     """
     rows = log_probs_RV.shape[0] // beams
     tokens_BNG = jnp.zeros((rows, beams, max_new_tokens), jnp.int32)
     never_BN, zeros_BN = jnp.full((rows, beams), _NEVER, jnp.float32), jnp.zeros((rows, beams), jnp.int32)
     finished = _Finished(tokens_BNG, zeros_BN, never_BN, zeros_BN > 0)
-    # All beams start from the same text, so only one of them is extended at first.
+    # All beams start from the same text, so the first step extends only one of them.
     scores_BN = never_BN.at[:, 0].set(0.0)
     start = _Beams(
         jnp.int32(0), jnp.bool_(True), carry, log_probs_RV, tokens_BNG, scores_BN, finished, jnp.ones(rows, bool)
@@ -131,9 +131,9 @@ def _best_candidates(state: _Beams, eos_id: jax.Array, max_new_tokens: int) -> _
 def _merge_finished(
     finished: _Finished, candidates: _Candidates, length: jax.Array, open_B: jax.Array, length_penalty: jax.Array
 ) -> _Finished:
-    """Merges newly finished texts into the finished ones, and keeps the best; rows that are done do not change."""
+    """Adds newly finished texts to the finished texts, and keeps the best ones. Rows that are done do not change."""
     beams, count = finished.scores_BN.shape[1], candidates.scores_BK.shape[1]
-    # The other candidates only ensure that enough texts continue.
+    # The remaining candidates only ensure that enough texts continue.
     new_BK = candidates.ends_BK & (jnp.arange(count) < beams)[None]
     scores_BK = candidates.scores_BK / length.astype(jnp.float32) ** length_penalty
     scores_BK = scores_BK + _NEVER * ~open_B[:, None] + _NEVER * ~new_BK
@@ -147,12 +147,12 @@ def _merge_finished(
 def _may_improve(
     unfinished_BN: jax.Array, finished: _Finished, length: jax.Array, length_penalty: jax.Array
 ) -> jax.Array:
-    """True if the best unfinished text, ended at its current length, would beat the worst finished one."""
+    """Returns True if the best unfinished text, if it ended now, would score above the worst finished text."""
     best_B1 = unfinished_BN[:, :1] / length.astype(jnp.float32) ** length_penalty
     worst_BN = jnp.where(finished.valid_BN, finished.scores_BN.min(axis=1, keepdims=True), _NEVER)
     return jnp.any(best_B1 > worst_BN, axis=1)
 
 
 def _gather_entries(x: jax.Array, indices_BN: jax.Array) -> jax.Array:
-    """Gathers entries of each row of `x`, [B, K, ...], by index."""
+    """Gathers entries from each row of `x` [B, K, ...] by index."""
     return jnp.take_along_axis(x, indices_BN.reshape(*indices_BN.shape, *(1,) * (x.ndim - 2)), axis=1)

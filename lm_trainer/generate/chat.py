@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lm_trainer.nn.decoder import Decoder
 
 Message = dict[str, str]
-"""`role` and `content`."""
+"""Message with the keys `role` and `content`."""
 
 _MARK = "an answer"
 
@@ -30,11 +30,11 @@ class Chat:
         model: generates the answers.
         tokenizer: must have a chat template.
         context: maximum context length of the model, in tokens.
-        sampling: sampling settings, with extra tokens that end an answer in addition to the template's.
-        system: instructions at the beginning.
+        sampling: sampling settings. Their end tokens end an answer in addition to the end token of the template.
+        system: instructions at the beginning of the conversation (system prompt).
 
     Raises:
-        UserError: if there is no chat template, or it rejects the instructions.
+        UserError: if there is no chat template, or the template rejects the instructions.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Chat:
         self.messages = list(self._start)
 
     def answer(self, text: str) -> Iterator[str]:
-        """Yields the answer to the user's message, piece by piece, and adds both to the conversation.
+        """Yields the answer to the user's message piece by piece, and adds message and answer to the conversation.
 
         Raises:
-            UserError: if the conversation no longer fits into the model's context; it then stays unchanged.
+            UserError: if the conversation no longer fits into the model's context. The conversation is then unchanged.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = self._encode_messages(messages)
@@ -69,7 +69,7 @@ class Chat:
                 answer_pieces.append(piece)
                 yield piece
         finally:
-            # An interrupted answer is stored as far as it was generated.
+            # If an answer is interrupted, the part that was generated is stored.
             self.messages = [*messages, {"role": "assistant", "content": "".join(answer_pieces)}]
 
     def _encode_messages(self, messages: Sequence[Message]) -> list[int]:
@@ -82,8 +82,8 @@ class Chat:
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
     def _turn_end_ids(self) -> list[int]:
-        """Special token that the template writes after an answer, if any: some models end turns with a different token
-        than documents.
+        """Returns the special token that the template writes after an answer, if any. Some models end a turn with a
+        different token than a document.
         """
         messages: list[Any] = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": _MARK}]
         try:

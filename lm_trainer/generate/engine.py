@@ -23,13 +23,13 @@ _ROUND = 32
 """Lengths are rounded up to multiples of this, so similar calls share one compiled program."""
 
 Stop = Callable[[int, Sequence[int]], bool]
-"""`stop(row, new tokens)`: true if a continuation is complete, for example because it contains a stop text."""
+"""`stop(row, new tokens)` returns True if a continuation is complete, for example if it contains a stop text."""
 
 
 def generate(model: Decoder, prompts: Sequence[Sequence[int]], settings: GenerateSettings) -> list[list[int]]:
     """Continues every prompt and returns only the new tokens.
 
-    A continuation ends with a token of `eos_id` (which is included), after `max_new_tokens`, or where prompt and
+    A continuation ends with a token of `eos_id` (which is included), after `max_new_tokens` tokens, or when prompt and
     continuation together fill the model's context. Prompts of different lengths are batched without influencing each
     other; the samples of row i depend only on (`seed`, i).
 
@@ -53,7 +53,7 @@ class Continuation(NamedTuple):
 
     tokens: list[int]
     log_probs: list[float]
-    """Log p of each token, before the logits are filtered; empty unless `GenerateSettings.log_probs` is set."""
+    """Log p of each token from the unfiltered logits; empty unless `GenerateSettings.log_probs` is set."""
 
 
 def generate_stream(
@@ -64,28 +64,27 @@ def generate_stream(
     stop: Stop = lambda *_: False,
     chunk: int = 8,
 ) -> Iterator[list[Continuation]]:
-    """Continues every prompt like `generate`, with the same tokens, and yields the continuations after every few
-    tokens.
+    """Continues every prompt with the same tokens as `generate`, and yields the continuations after every few tokens.
 
     Args:
-        model: as for `generate`, like `prompts` and `settings`.
-        prompts: at least one.
+        model: the model with its parameters.
+        prompts: token ids of at least one prompt.
         settings: end conditions and sampling settings.
         stop: called for every row after each chunk.
-        chunk: tokens of each row between two calls of `stop`.
+        chunk: number of tokens of each row between two calls of `stop`.
 
     Yields:
         The continuation of every row.
 
     Raises:
-        UserError: as `generate`.
+        UserError: for the same reasons as in `generate`.
     """
     generation = Generation.prepare(model, prompts, settings)
     yield from generation.decode_in_chunks(*generation.prefill(), chunk=chunk, stop=stop)
 
 
 class Generation(NamedTuple):
-    """A call of `generate`, ready to run in its two parts."""
+    """A prepared call of `generate`, which runs in two parts: `prefill` and `decode`."""
 
     program: _Program
     params: dict[str, Any]
@@ -95,18 +94,18 @@ class Generation(NamedTuple):
 
     @classmethod
     def prepare(cls, model: Decoder, prompts: Sequence[Sequence[int]], settings: GenerateSettings) -> Generation:
-        """Checks and pads the prompts, at least one; arguments and errors as for `generate`."""
+        """Checks and pads the prompts. There must be at least one. Arguments and errors are as for `generate`."""
         context = model.spec.num_positions
         _check_prompts(prompts, context=context, vocab_size=model.spec.vocab_size)
         lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
         width = _round_up(int(lengths_B.max()), context)
-        # Padded on the right: the positions of prompt and continuation are then consecutive, and padding in the cache
-        # is overwritten before any query can see it.
+        # Padded on the right, so that the positions of prompt and continuation are consecutive. Padding in the cache is
+        # overwritten before any query can see it.
         tokens_BT = np.zeros((len(prompts), width), np.int32)
         for row, prompt in zip(tokens_BT, prompts, strict=True):
             row[: len(prompt)] = prompt
         graphdef, state = nnx.split(model, nnx.Param)
-        # The shortest prompt allows the longest continuation.
+        # The shortest prompt leaves room for the longest continuation.
         max_new = min(settings.max_new_tokens, context - int(lengths_B.min()))
         program = _Program(
             graphdef=graphdef,
@@ -121,7 +120,7 @@ class Generation(NamedTuple):
         )
         inputs = _Inputs(
             key=jax.random.key(settings.seed),
-            # Unused by a greedy program.
+            # A greedy program does not use it.
             temperature=jnp.float32(settings.temperature or 1.0),
             top_p=jnp.float32(settings.top_p),
             penalty=jnp.float32(settings.repetition_penalty),
@@ -135,7 +134,7 @@ class Generation(NamedTuple):
         return _prefill(self.program, self.params, self.tokens_BT, self.lengths_B)
 
     def decode(self, cache: KvCache, logits_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Computes the new tokens, int32 [B, G], and the number of valid ones in each row, int32 [B]."""
+        """Computes the new tokens, int32 [B, G], and the number of valid tokens of each row, int32 [B]."""
         loop = self._initial_loop(cache, logits_BV)
         done = _decode(self.program, self.params, loop, self.lengths_B, self.inputs, self.program.buffer)
         return done.tokens_BG, done.counts_B
@@ -143,7 +142,7 @@ class Generation(NamedTuple):
     def decode_in_chunks(
         self, cache: KvCache, logits_BV: jax.Array, *, chunk: int, stop: Stop
     ) -> Iterator[list[Continuation]]:
-        """Same as `decode`, but yields the continuations after every `chunk` tokens."""
+        """Computes the same tokens as `decode`, but yields the continuations after every `chunk` tokens."""
         loop = self._initial_loop(cache, logits_BV)
         while not bool(np.all(loop.done_B)):
             until = int(loop.step) + chunk
@@ -172,13 +171,13 @@ class Generation(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """Static arguments: another value of any of them compiles another program."""
+    """Static arguments of the compiled functions. Each combination of values compiles its own program."""
 
     graphdef: nnx.GraphDef[Decoder]
     capacity: int
     """Capacity of the cache in tokens."""
     buffer: int
-    """Capacity of a continuation in tokens, the G of the shapes."""
+    """Capacity of a continuation in tokens; G in array shapes."""
     greedy: bool
     top_k: int
     nucleus: bool
@@ -190,7 +189,7 @@ class _Program(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """Dynamic arguments: they change without recompilation."""
+    """Dynamic arguments, which can change without recompilation."""
 
     key: jax.Array
     temperature: jax.Array
@@ -202,24 +201,24 @@ class _Inputs(NamedTuple):
 
 
 class _Loop(NamedTuple):
-    """State of decoding after some steps."""
+    """State of decoding after a number of steps."""
 
     step: jax.Array
     tokens_BG: jax.Array
     log_probs_BG: jax.Array
-    """float32: log p of each new token, before the logits are filtered; [B, 0] unless requested."""
+    """float32: log p of each new token from the unfiltered logits; [B, 0] unless requested."""
     counts_B: jax.Array
     """Number of valid new tokens in each row."""
     cache: KvCache
     logits_BV: jax.Array
     """Logits of the next token."""
     seen_BV: jax.Array
-    """bool: the token occurs in the prompt or among the new tokens; [B, 0] without a repetition penalty."""
+    """bool: True for tokens that occur in the prompt or the continuation; [B, 0] without a repetition penalty."""
     done_B: jax.Array
 
 
 def _round_up(count: int, limit: int) -> int:
-    """Rounds up to a multiple of `_ROUND`, but not above `limit`."""
+    """Rounds `count` up to a multiple of `_ROUND`, but at most to `limit`."""
     return min(-(-count // _ROUND) * _ROUND, limit)
 
 
@@ -243,7 +242,7 @@ def _prefill(
     positions_BT = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
     cache = model.init_cache(rows, program.capacity, dtype=program.dtype)
     h_BTD, cache = model.decode_hidden(tokens_BT, positions_BT, cache)
-    # Only the logits of the last positions: logits of all positions would take V / D times the memory.
+    # Only the logits of the last positions, because logits of all positions would take V / D times the memory.
     last_BD = h_BTD[jnp.arange(rows), lengths_B - 1]
     return cache, model.logits(last_BD)
 
@@ -256,9 +255,9 @@ def _decode_until(
     inputs: _Inputs,
     until: jax.Array | int,
 ) -> _Loop:
-    """Decodes up to the step `until`, or until all rows are done."""
+    """Decodes up to the step `until` (exclusive), or until all rows are done."""
     model: Decoder = nnx.merge(program.graphdef, params)
-    # One key per row, so its samples do not depend on the number of rows.
+    # One key per row, so that the samples of a row do not depend on the number of rows.
     row_keys = jax.vmap(functools.partial(jax.random.fold_in, inputs.key))(jnp.arange(loop.logits_BV.shape[0]))
 
     def choose(step: jax.Array, logits_BV: jax.Array) -> jax.Array:
@@ -284,7 +283,7 @@ def _decode_until(
             log_p_BV = jax.nn.log_softmax(loop.logits_BV.astype(jnp.float32), axis=-1)
             of_next_B1 = jnp.take_along_axis(log_p_BV, next_B[:, None], axis=-1)
             log_probs_BG = jax.lax.dynamic_update_slice(log_probs_BG, of_next_B1, (0, loop.step))
-        # Rows that are done continue to compute, since all rows share one program; their tokens are ignored.
+        # Rows that are done are still computed, since all rows share one program, but their tokens are ignored.
         counts_B = loop.counts_B + ~loop.done_B
         done_B = (
             loop.done_B | jnp.any(next_B[:, None] == inputs.end_ids_E[None], axis=-1) | (counts_B >= inputs.limits_B)
@@ -296,5 +295,5 @@ def _decode_until(
 
 
 _decode = functools.partial(jax.jit, static_argnums=0)(_decode_until)
-# Between chunks this is the only reference to the cache, so it can be donated instead of copied.
+# Between chunks, this is the only reference to the cache, so the cache can be donated instead of copied.
 _decode_chunk = functools.partial(jax.jit, static_argnums=0, donate_argnums=2)(_decode_until)

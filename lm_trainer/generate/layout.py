@@ -1,8 +1,8 @@
-"""Layout of a model for decoding on a CPU, where every token reads all weights once for only a few rows.
+"""Layout of a model for decoding on a CPU, where every step reads all weights for only a few rows.
 
-XLA:CPU copies the layers it takes out of a stack, and repacks the right operand of a product each time. Both take as
-long as reading the weights, which is the only necessary work. So each layer has its own arrays, including its keys and
-values, and each matrix is stored transposed, as the left operand of products.
+XLA:CPU copies each layer that it slices from a stack, and repacks the right operand of every matrix product. Each takes
+as long as reading the weights, which is the only necessary work. In this layout, each layer has its own arrays,
+including its keys and values, and each matrix is stored transposed, as the left operand of products.
 
 Shape letters: M rows, I inputs of a linear map, O its outputs, V vocabulary, D hidden dimension.
 """
@@ -27,15 +27,16 @@ from lm_trainer.nn.linear import Linear
 
 
 def to_decoding_layout(model: Decoder, dtype: DTypeLike = jnp.float32) -> Decoder:
-    """Returns a model with the same results, up to rounding, for `generate` with the same `dtype`.
+    """Returns a model that gives the same results up to rounding, for use in `generate` with the same `dtype`.
 
-    The matrices of linear maps are copied, in `dtype`. Returns `model` itself unless it is on exactly one CPU device.
+    The matrices of linear maps are copied and converted to `dtype`. Returns `model` itself unless all its parameters
+    are on one CPU device.
     """
     graph, state = nnx.split(model)
     devices = {device for leaf in jax.tree.leaves(state) for device in _devices_of(leaf)}
     if [device.platform for device in devices] != ["cpu"]:
         return model
-    # A new module of the same arrays: the original stays unchanged.
+    # A new module with the same arrays, so that the original stays unchanged.
     laid_out = nnx.merge(graph, jax.tree.map(jnp.asarray, state))
     layers = len(laid_out.spec.blocks)
     period = len(laid_out.blocks)
@@ -52,12 +53,12 @@ def to_decoding_layout(model: Decoder, dtype: DTypeLike = jnp.float32) -> Decode
 
 
 def _devices_of(array: jax.Array | np.ndarray) -> Set[Any]:
-    """Devices that hold an array; NumPy arrays go to JAX's default device."""
+    """Returns the devices that hold an array. NumPy arrays are placed on JAX's default device."""
     return array.devices() if isinstance(array, jax.Array) else jnp.empty(0).devices()
 
 
 class _TransposedLinear(nnx.Module):
-    """Equivalent to the linear map it is made from, whose parameters may be a stack of one layer."""
+    """Equivalent to the linear map that it is made from. The parameters of that map may be a stack of one layer."""
 
     def __init__(self, linear: Linear, dtype: DTypeLike):
         self.in_shape, self.out_shape = linear.in_shape, linear.out_shape
@@ -80,7 +81,7 @@ class _TransposedLinear(nnx.Module):
 
 
 def _left_matmul(x_MI: jax.Array, w_OI: jax.Array, **options: Any) -> jax.Array:
-    """Computes the product [M, O] of the rows with the transpose of the matrix."""
+    """Computes the product [M, O] of the rows `x_MI` and the transpose of the matrix `w_OI`."""
     # Without the barriers the compiler would swap the operands of the product.
     x_IM = jax.lax.optimization_barrier(x_MI.T)
     return jax.lax.optimization_barrier(jnp.matmul(w_OI, x_IM, **options)).T
@@ -98,5 +99,5 @@ def _single_layers(block: nnx.Module, count: int) -> list[Any]:
 
 
 def _to_contiguous(values: np.ndarray, dtype: DTypeLike) -> jax.Array:
-    # With NumPy: JAX would compile a program for every shape.
+    # NumPy, because JAX would compile a program for every shape.
     return jnp.asarray(np.ascontiguousarray(values.astype(dtype, copy=False)))

@@ -1,4 +1,4 @@
-"""Settings of generation, and sampling of the next token from its logits.
+"""Settings of generation, and sampling of the next token from the logits.
 
 Shape letters: B rows, V vocabulary.
 """
@@ -17,21 +17,21 @@ class GenerateSettings:
     """Settings of `generate`: end conditions and sampling."""
 
     max_new_tokens: int
-    """Maximum length of a continuation."""
+    """Maximum number of tokens of a continuation."""
     temperature: float = 1.0
-    """0 selects the most likely token."""
+    """Softmax temperature; 0 selects the most likely token."""
     top_k: int = 0
-    """Sample from this many of the most likely tokens; 0: from all."""
+    """Number of most likely tokens to sample from; 0: all tokens."""
     top_p: float = 1.0
-    """Sample from the most likely tokens whose probabilities reach this sum; order as in `filter_logits`."""
+    """Samples from the most likely tokens whose probabilities reach this sum. `filter_logits` gives the order."""
     repetition_penalty: float = 1.0
-    """Makes tokens of the prompt and the continuation less likely, see `penalize_seen`; 1: disabled."""
+    """Makes tokens that occur in the prompt or the continuation less likely, see `penalize_seen`; 1: disabled."""
     eos_id: int | tuple[int, ...] | None = None
-    """Tokens that end a continuation: one, or several; None: no such token."""
+    """One or several tokens that end a continuation; None: there is no such token."""
     seed: int = 0
     """Seed for sampling."""
     log_probs: bool = False
-    """Also compute the log probability of each new token."""
+    """Also computes the log probability of each new token."""
     dtype: DTypeLike = jnp.float32
     """Dtype of the computation and of the cache."""
 
@@ -44,29 +44,30 @@ class GenerateSettings:
 def filter_logits(
     logits_BV: jax.Array, *, temperature: jax.Array | float, top_k: int, top_p: jax.Array | float | None
 ) -> jax.Array:
-    """Computes the logits of the sampling distribution, float32 [B, V], -inf for excluded tokens.
+    """Computes the logits of the sampling distribution, float32 [B, V]. Excluded tokens have -inf.
 
-    In this order: divide by `temperature`; keep the `top_k` most likely tokens (0: all); renormalise the remaining
-    distribution, and keep its most likely tokens up to and including the one whose cumulative probability reaches
-    `top_p` (Holtzman et al. 2020; None: all, without sorting them). Tokens tied with the last one kept are kept too.
+    The steps, in order: divide by `temperature`; keep the `top_k` most likely tokens (0: all); renormalise the
+    remaining distribution, and keep its most likely tokens up to and including the token at which the cumulative
+    probability reaches `top_p` (Holtzman et al. 2020; None: all, without sorting them). Tokens as likely as the last
+    token kept are also kept.
     """
-    # float32 for any compute dtype: sums of many small bfloat16 probabilities would never reach `top_p`.
+    # float32 for any compute dtype, because a sum of many small bfloat16 probabilities might never reach `top_p`.
     logits_BV = logits_BV.astype(jnp.float32) / temperature
     if 0 < top_k < logits_BV.shape[-1]:
-        # By value and not by index: among tokens with equal logits none is preferred for its id.
+        # Selected by value and not by index, so that no token with an equal logit is preferred because of its id.
         smallest_B1 = jax.lax.top_k(logits_BV, top_k)[0][:, -1:]
         logits_BV = jnp.where(logits_BV >= smallest_B1, logits_BV, -jnp.inf)
     if top_p is None:
         return logits_BV
     included_BV = _sortable_bits(logits_BV) >= _nucleus_threshold(logits_BV, top_p)
-    # Independent of rounding in the sum.
+    # A separate case, so that the result does not depend on rounding in the sum.
     return jnp.where(included_BV | (top_p >= 1.0), logits_BV, -jnp.inf)
 
 
 def _nucleus_threshold(logits_BV: jax.Array, top_p: jax.Array | float) -> jax.Array:
-    """Smallest number, ordered by `_sortable_bits`, above which the probabilities sum to less than `top_p`; [B, 1].
+    """Returns the smallest number, as `_sortable_bits`, above which probabilities sum to less than `top_p`; [B, 1].
 
-    Uses bisection: 32 sums; on a CPU, sorting a vocabulary takes longer than running a small model.
+    Uses bisection, which takes 32 sums. On a CPU, sorting a vocabulary would take longer than running a small model.
     """
     ordered_BV, probs_BV = _sortable_bits(logits_BV), jax.nn.softmax(logits_BV, axis=-1)
 
@@ -82,14 +83,14 @@ def _nucleus_threshold(logits_BV: jax.Array, top_p: jax.Array | float) -> jax.Ar
 
 
 def _sortable_bits(values: jax.Array) -> jax.Array:
-    """Maps float32 to int32 of the same order: its bits, inverted for negative numbers."""
-    # The two zeros must be equal.
+    """Maps float32 to int32 with the same order: the bits of the number, inverted if it is negative."""
+    # 0.0 and -0.0 must map to the same integer.
     bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 def penalize_seen(logits_BV: jax.Array, seen_BV: jax.Array, penalty: jax.Array) -> jax.Array:
-    """Divides the logits of tokens seen so far by `penalty`, or multiplies negative logits by it.
+    """Divides positive logits of the tokens seen so far by `penalty`, and multiplies negative ones by it.
 
     Keskar et al. 2019 (arXiv 1909.05858), as implemented in transformers.
     """
@@ -98,5 +99,5 @@ def penalize_seen(logits_BV: jax.Array, seen_BV: jax.Array, penalty: jax.Array) 
 
 
 def sample_tokens(keys_B: jax.Array, logits_BV: jax.Array) -> jax.Array:
-    """Samples one token per row, int32 [B], each row with its own key."""
+    """Samples one token per row, int32 [B]. Each row has its own key."""
     return jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)

@@ -27,7 +27,10 @@ _MAX_LOGITS = 1 << 26
 
 
 class Context(NamedTuple):
-    """A context with its continuations, all non-empty. A pair has at most one token more than the model's context."""
+    """A context and its continuations, all non-empty.
+
+    A context and one continuation together have at most one token more than the model's context.
+    """
 
     tokens: Sequence[int]
     continuations: Sequence[Sequence[int]]
@@ -37,21 +40,21 @@ class Score(NamedTuple):
     """Score of a continuation."""
 
     log_prob: float
-    """Sum of log p of its tokens, in nats."""
+    """Sum of log p of the continuation's tokens, in nats."""
     is_greedy: bool
-    """True if each of its tokens is the most likely one."""
+    """True if each token of the continuation is the most likely token at its position."""
 
 
 def score(
     model: Decoder, contexts: Sequence[Context], *, dtype: DTypeLike = jnp.float32, tokens_at_once: int = 4096
 ) -> Iterator[tuple[int, list[Score]]]:
-    """Yields the index of each context with the scores of its continuations, batch by batch.
+    """Yields the index of each context and the scores of its continuations, batch by batch.
 
     Args:
         model: the model with its parameters.
         contexts: contexts and continuations to score.
         dtype: compute dtype.
-        tokens_at_once: approximate number of positions of a batch.
+        tokens_at_once: approximate number of positions per batch.
 
     Raises:
         UserError: for a token outside the model's vocabulary.
@@ -85,10 +88,10 @@ def _check_ids(contexts: Sequence[Context], vocab_size: int) -> None:
 
 
 def _is_shared(context: Context, max_positions: int) -> bool:
-    """True if a context is read once for all of its continuations."""
+    """Returns True if a context is read once for all of its continuations."""
     longest = max(map(len, context.continuations))
     # For a short context, continuing from a cache costs more than it saves. Padded continuations must stay within the
-    # model's positions, because positions past them give NaN.
+    # model's positions, because later positions give NaN.
     return (
         len(context.continuations) > 1
         and len(context.tokens) >= longest
@@ -97,18 +100,18 @@ def _is_shared(context: Context, max_positions: int) -> bool:
 
 
 def _input_length(context: Context) -> int:
-    # The last token is predicted, and never read.
+    # The last token is only predicted, never read.
     return len(context.tokens) + len(context.continuations[0]) - 1
 
 
 def _batch_by_length(
     indices: Sequence[int], lengths: Sequence[int], tokens_at_once: int, max_width: int
 ) -> Iterator[tuple[list[int], int]]:
-    """Yields batches of similar lengths, the longest first, with the width of each."""
+    """Yields batches of rows with similar lengths, the longest first, and the width of each batch."""
     order = sorted(range(len(indices)), key=lambda index: -lengths[index])
     while order:
         width = min(_bucket_length(lengths[order[0]]), max_width)
-        # A power of two, which needs no padding rows.
+        # The number of rows is a power of two, which needs no padding rows.
         rows = 1 << (max(tokens_at_once // width, 1).bit_length() - 1)
         yield [indices[index] for index in order[:rows]], width
         order = order[rows:]
@@ -130,7 +133,7 @@ class _Engine(NamedTuple):
     dtype: np.dtype
 
     def score_separately(self, contexts: Sequence[Context], width: int) -> list[Score]:
-        """Scores contexts with one continuation each, both read together."""
+        """Scores contexts with one continuation each. Context and continuation are read together."""
         rows = [[*context.tokens, *context.continuations[0]] for context in contexts]
         tokens_BT, targets_BT = (
             _pad_rows([row[:-1] for row in rows], width),
@@ -150,13 +153,13 @@ class _Engine(NamedTuple):
         longest = max(len(tokens) for context in contexts for tokens in context.continuations)
         continuation_width = _bucket_length(longest)
         tokens_BT = _pad_rows([context.tokens for context in contexts], width)
-        # Padding rows have one token as well, so they have a last token.
+        # Padding rows get one token, so that they have a last token.
         lengths_B = np.ones(len(tokens_BT), np.int32)
         lengths_B[: len(contexts)] = [len(context.tokens) for context in contexts]
         cache, logits_BV = _prefill(self._program(width + continuation_width), self.params, tokens_BT, lengths_B)
         scores: list[list[Score]] = [[] for _ in contexts]
         for choice in range(max(len(context.continuations) for context in contexts)):
-            # A row without such a continuation repeats another one.
+            # A row without a continuation of this number repeats another continuation.
             selected = [context.continuations[min(choice, len(context.continuations) - 1)] for context in contexts]
             continuations_BT = _pad_rows(selected, continuation_width)
             results = _continue_from_cache(self._program(), self.params, cache, logits_BV, lengths_B, continuations_BT)
@@ -173,7 +176,7 @@ class _Engine(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """Static arguments."""
+    """Static arguments of the compiled functions."""
 
     graphdef: nnx.GraphDef[Decoder]
     dtype: np.dtype
@@ -182,7 +185,7 @@ class _Program(NamedTuple):
 
 
 def _pad_rows(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
-    """Pads rows with zeros to the width, and their number to a power of two with rows of zeros, to limit compiled
+    """Pads rows with zeros to `width`, and adds rows of zeros up to a power of two, to limit the number of compiled
     shapes.
     """
     tokens_BT = np.zeros((1 << (len(rows) - 1).bit_length(), width), np.int32)
@@ -195,7 +198,7 @@ def _pad_rows(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
 def _score_full(
     program: _Program, params: dict[str, Any], tokens_BT: jax.Array, targets_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Log probabilities of the targets, and whether they are the most likely tokens, [B, T] each."""
+    """Returns the log probabilities of the targets, and whether each is the most likely token, [B, T] each."""
     model: Decoder = nnx.merge(program.graphdef, params)
     h_BTD = model.hidden(tokens_BT, _position_ids(tokens_BT), jnp.zeros_like(tokens_BT), dtype=program.dtype)
     return _score_hidden(model, h_BTD, targets_BT)
@@ -205,7 +208,7 @@ def _score_full(
 def _prefill(
     program: _Program, params: dict[str, Any], tokens_BT: jax.Array, lengths_B: jax.Array
 ) -> tuple[KvCache, jax.Array]:
-    """Computes the cache after the contexts, and the logits [B, V] after each one's last token."""
+    """Computes the cache after the contexts, and the logits [B, V] after the last token of each context."""
     model: Decoder = nnx.merge(program.graphdef, params)
     cache = model.init_cache(tokens_BT.shape[0], program.capacity, dtype=program.dtype)
     h_BTD, cache = model.decode_hidden(tokens_BT, _position_ids(tokens_BT), cache)
@@ -221,7 +224,7 @@ def _continue_from_cache(
     lengths_B: jax.Array,
     continuations_BT: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Same as `_score_full`, for continuations of the cached contexts."""
+    """Computes the same as `_score_full`, for continuations of the cached contexts."""
     model: Decoder = nnx.merge(program.graphdef, params)
     first = _score_logits(logits_BV, continuations_BT[:, 0])
     if continuations_BT.shape[1] == 1:
@@ -238,7 +241,7 @@ def _position_ids(tokens_BT: jax.Array) -> jax.Array:
 
 
 def _score_hidden(model: Decoder, h_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Same as `_score_full`, from hidden states; computes at most `_MAX_LOGITS` logits at a time."""
+    """Computes the same as `_score_full` from hidden states. Computes at most `_MAX_LOGITS` logits at a time."""
     h_ND, targets_N = h_BTD.reshape(-1, h_BTD.shape[-1]), targets_BT.reshape(-1)
     size = min(max(_MAX_LOGITS // model.spec.vocab_size, 1), len(targets_N))
     padding = -len(targets_N) % size

@@ -36,23 +36,23 @@ def transcribe_features(  # noqa: PLR0913 - the choices of a transcription
 ) -> list[list[int]]:
     """Transcribes each row of features with the most likely tokens, and returns only the new tokens.
 
-    A text ends with `rules.eos_id` (which is included), after `max_new_tokens`, or where prompt and text fill the
-    decoder's context. The tokens equal the result of `generate` in transformers for one window.
+    A text ends with `rules.eos_id` (which is included), after `max_new_tokens` tokens, or when prompt and text fill the
+    decoder's context. The tokens equal those that `generate` of transformers returns for one window.
 
     Args:
         model: the model with its parameters.
-        features_BMP: float32, in the form the model was trained with.
-        rules: special tokens.
-        prompt: tokens at the beginning of every text; None: chosen from `language`, `task` and `timestamps`.
-        language: such as `en`; None: set by the rules, or detected separately for each row.
-        task: `transcribe` or `translate`; None: set by the rules.
-        timestamps: also generates timestamps.
-        max_new_tokens: None: as many as the context allows.
-        beams: number of beams; the most likely text is returned (`search_beams`). 1: greedy decoding.
+        features_BMP: float32 features, computed as for the model's training.
+        rules: special tokens of the model.
+        prompt: tokens at the beginning of every text. None: derived from `language`, `task` and `timestamps`.
+        language: language code such as `en`. None: the default language of the rules, or detected for each row.
+        task: `transcribe` or `translate`; None: the default task of the rules.
+        timestamps: True generates timestamps as well.
+        max_new_tokens: maximum number of new tokens of each row; None: as many as the context allows.
+        beams: number of beams of `search_beams`, which returns the most likely text; 1: greedy decoding.
         dtype: dtype of the computation and of the cache.
 
     Raises:
-        UserError: for features of another shape, for a language, task or timestamps without a token in the rules, for
+        UserError: for features with a wrong shape, for a language, task or timestamps without a token in the rules, for
             tokens outside the vocabulary, and for unsupported rules of beam search.
     """
     rules.check_beams(beams)
@@ -80,7 +80,7 @@ def transcribe_features(  # noqa: PLR0913 - the choices of a transcription
 def detect_languages(
     model: EncoderDecoder, features_BMP: np.ndarray, rules: SpeechRules, dtype: DTypeLike = jnp.float32
 ) -> list[int]:
-    """Detects the most likely language of each row, returning its token; arguments as for `transcribe_features`."""
+    """Returns the token of the most likely language of each row. Arguments are as for `transcribe_features`."""
     graphdef, state = nnx.split(model, nnx.Param)
     params, program = nnx.to_pure_dict(state), _Program(graphdef, 1, 1, False, 1, jnp.dtype(dtype))
     cache, inputs = (
@@ -92,29 +92,29 @@ def detect_languages(
 
 
 class _Program(NamedTuple):
-    """Static arguments: another value of any of them compiles another program."""
+    """Static arguments of the compiled functions. Each combination of values compiles its own program."""
 
     graphdef: nnx.GraphDef[EncoderDecoder]
     capacity: int
     """Capacity of the cache in tokens."""
     max_new_tokens: int
-    """Maximum number of new tokens, the G of the shapes."""
+    """Maximum number of new tokens; G in array shapes."""
     timestamps: bool
     beams: int
     dtype: np.dtype
 
 
 class _Inputs(NamedTuple):
-    """Dynamic arguments: they change without recompilation."""
+    """Dynamic arguments, which can change without recompilation."""
 
     start_id: jax.Array
     eos_id: jax.Array
     first_stamp: jax.Array
     latest_first: jax.Array
     suppressed_V: jax.Array
-    """bool."""
+    """bool: True for tokens that are suppressed at every step."""
     begin_suppressed_V: jax.Array
-    """bool: suppressed as the first token."""
+    """bool: True for tokens that are suppressed at the first step."""
     length_penalty: jax.Array
 
     @classmethod
@@ -142,7 +142,7 @@ class _Inputs(NamedTuple):
 
 
 class _Loop(NamedTuple):
-    """State of decoding after some steps."""
+    """State of decoding after a number of steps."""
 
     step: jax.Array
     tokens_BG: jax.Array
@@ -165,7 +165,7 @@ def _encode(program: _Program, params: dict[str, Any], features_BMP: jax.Array) 
 def _prefill(
     program: _Program, params: dict[str, Any], cache: EncodedCache, tokens_BT: jax.Array
 ) -> tuple[EncodedCache, jax.Array]:
-    """Computes the cache after tokens from the first position on, and the logits [B, V] after the last token."""
+    """Computes the cache after tokens that start at position 0, and the logits [B, V] after the last token."""
     model: EncoderDecoder = nnx.merge(program.graphdef, params)
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
     h_BTD, cache = model.decode_hidden(tokens_BT, positions_BT, cache)
@@ -175,7 +175,7 @@ def _prefill(
 def _detect_language(
     program: _Program, params: dict[str, Any], cache: EncodedCache, inputs: _Inputs, languages_L: np.ndarray
 ) -> np.ndarray:
-    """Most likely language token after the first token, int32 [B]."""
+    """Returns the most likely language token after the first token, int32 [B]."""
     starts_B1 = jnp.full((cache.self_attention.k.shape[1], 1), inputs.start_id, jnp.int32)
     logits_BV = np.asarray(_prefill(program, params, cache, starts_B1)[1])
     return languages_L[logits_BV[:, languages_L].argmax(axis=-1)]
@@ -184,7 +184,7 @@ def _detect_language(
 def _mask_forbidden(
     program: _Program, inputs: _Inputs, logits_BV: jax.Array, stamps: TimestampState, step: jax.Array
 ) -> jax.Array:
-    """Masks logits, or log-probabilities, with -inf for the tokens that the rules forbid at a step."""
+    """Sets the logits (or log-probabilities) of the tokens that the rules forbid at a step to -inf."""
     masked_V = jnp.where(step == 0, inputs.begin_suppressed_V, inputs.suppressed_V)
     logits_BV = jnp.where(masked_V[None], -jnp.inf, logits_BV)
     if program.timestamps:
@@ -196,7 +196,7 @@ def _mask_forbidden(
 def _decode_greedily(
     program: _Program, params: dict[str, Any], cache: EncodedCache, prompt_BT: jax.Array, inputs: _Inputs
 ) -> tuple[jax.Array, jax.Array]:
-    """Decodes greedily: returns the new tokens, int32 [B, G], and the number of valid ones in each row, int32 [B]."""
+    """Decodes greedily. Returns the new tokens, int32 [B, G], and the number of valid tokens of each row, int32 [B]."""
     model: EncoderDecoder = nnx.merge(program.graphdef, params)
     rows, length = prompt_BT.shape
 
@@ -207,7 +207,7 @@ def _decode_greedily(
         allowed_BV = _mask_forbidden(program, inputs, loop.logits_BV, loop.stamps, loop.step)
         next_B = jnp.argmax(allowed_BV, axis=-1).astype(jnp.int32)
         tokens_BG = jax.lax.dynamic_update_slice(loop.tokens_BG, next_B[:, None], (0, loop.step))
-        # Rows that are done continue to compute, since all rows share one program; their tokens are ignored.
+        # Rows that are done are still computed, since all rows share one program, but their tokens are ignored.
         counts_B = loop.counts_B + ~loop.done_B
         positions_B1 = jnp.broadcast_to(length + loop.step, (rows, 1))
         h_B1D, cache = model.decode_hidden(next_B[:, None], positions_B1, loop.cache)
@@ -227,12 +227,12 @@ def _decode_greedily(
 def _decode_by_beams(
     program: _Program, params: dict[str, Any], cache: EncodedCache, prompt_BT: jax.Array, inputs: _Inputs
 ) -> tuple[jax.Array, jax.Array]:
-    """Same as `_decode_greedily`, with beam search."""
+    """Decodes with beam search; otherwise the same as `_decode_greedily`."""
     model: EncoderDecoder = nnx.merge(program.graphdef, params)
     rows, length = prompt_BT.shape
 
     def log_probs(logits_RV: jax.Array, stamps: TimestampState, step: jax.Array) -> jax.Array:
-        # Forbidden tokens keep their share of the probability.
+        # Masked after the softmax, so forbidden tokens keep their share of the probability.
         return _mask_forbidden(program, inputs, jax.nn.log_softmax(logits_RV, axis=-1), stamps, step)
 
     def advance(carry: Any, step: jax.Array, parents_R: jax.Array, next_R: jax.Array) -> tuple[Any, jax.Array]:

@@ -1,4 +1,4 @@
-"""Rules of a speech model for its transcripts: initial tokens, forbidden tokens, timestamps.
+"""Rules of a speech model for transcripts: initial tokens, forbidden tokens and timestamps.
 
 Shape letters: B rows, V vocabulary.
 """
@@ -22,32 +22,34 @@ class SpeechRules:
     """Special tokens of a speech model, as named in its `generation_config.json`."""
 
     start_id: int
-    """Begins every text."""
+    """Token at the beginning of every text."""
     eos_id: int
-    """Ends every text."""
+    """Token at the end of every text."""
     suppressed: tuple[int, ...] = ()
-    """Never generated."""
+    """Tokens that are never generated."""
     begin_suppressed: tuple[int, ...] = ()
-    """Never generated as the first token."""
+    """Tokens that are never generated as the first token."""
     languages: Mapping[str, int] = field(default_factory=dict)
-    """Token of each language, by names such as `<|en|>`; empty for a monolingual model."""
+    """Token of each language by its name, such as `<|en|>`; empty for a monolingual model."""
     tasks: Mapping[str, int] = field(default_factory=dict)
-    """Token of each task: `transcribe`, `translate`."""
+    """Token of each task by its name: `transcribe` or `translate`."""
     language: str | None = None
-    """Default language; None: it is detected."""
+    """Default language; None: the language is detected."""
     task: str | None = None
     """Default task."""
     forced: tuple[int | None, ...] = ()
-    """Tokens after the first, in files older than `language` and `task`; None: the detected language."""
+    """Tokens after the first token, from files written before `language` and `task` existed; None: detected
+    language."""
     no_timestamps_id: int | None = None
-    """Disables timestamps; the timestamp tokens follow it in the vocabulary, every 0.02 s. None: the model has none."""
+    """Token that disables timestamps; None: no timestamps. The timestamp tokens, one per 0.02 s, have the ids after
+    it."""
     max_initial_timestamp: int | None = None
-    """The latest first timestamp, in steps of 0.02 s."""
+    """Maximum of the first timestamp of a text, in steps of 0.02 s."""
     length_penalty: float = 1.0
-    """In beam search, the sum of a text's log-probabilities is divided by its length to this power."""
+    """Exponent of the length penalty: beam search divides a text's log-probability by its length to this power."""
 
     early_stopping: bool | str = False
-    """End condition of beam search: False: no text can improve; other values are refused."""
+    """End condition of beam search. False: ends when no text can improve. Other values are refused."""
 
     @property
     def has_timestamps(self) -> bool:
@@ -61,18 +63,18 @@ class SpeechRules:
 
     @classmethod
     def from_config(cls, raw: Mapping[str, Any], *, start_id: int | None, eos_id: int | None) -> Self:
-        """Reads the content of a generation_config.json.
+        """Reads the rules from the content of a generation_config.json.
 
         Args:
-            raw: may be empty, or have keys that are not rules.
-            start_id: start token of the model, used if the file names none.
-            eos_id: end token of the tokenizer, used if the file names none.
+            raw: content of the file; may be empty, or contain keys that are not rules.
+            start_id: start token of the model, used if the file has no start token.
+            eos_id: end token of the tokenizer, used if the file has no end token.
 
         Raises:
-            UserError: if such a token is missing in both, or forced tokens do not follow the first one.
+            UserError: if there is no start or end token, or forced tokens do not directly follow the first token.
         """
         start, end = raw.get("decoder_start_token_id", start_id), raw.get("eos_token_id", eos_id)
-        # Some files contain a list with a single token.
+        # Some files contain a list with one token.
         end = end[0] if isinstance(end, list) and len(end) == 1 else end
         for name, value in (("decoder_start_token_id", start), ("eos_token_id", end)):
             if not isinstance(value, int):
@@ -100,7 +102,7 @@ class SpeechRules:
         )
 
     def check_beams(self, beams: int) -> None:
-        """Raises `UserError` if results of more than one beam would differ from transformers."""
+        """Raises `UserError` if results with more than one beam would differ from transformers."""
         if beams > 1 and self.early_stopping:
             raise UserError(
                 f"generation_config.early_stopping is {self.early_stopping!r}, by which no beam search ends here; "
@@ -120,7 +122,7 @@ class SpeechRules:
         return self.languages[name]
 
     def prompt_tokens(self, language: str | None, task: str | None, *, timestamps: bool) -> list[int | None]:
-        """Chooses the tokens at the beginning of a text, like transformers; None represents the detected language.
+        """Returns the tokens at the beginning of a text, as in transformers. None represents the detected language.
 
         Raises:
             UserError: for an unsupported language or task, or timestamps for a model without them.
@@ -152,35 +154,35 @@ class TimestampState(NamedTuple):
     """State of the timestamp rules after the tokens so far; int32 [B] each."""
 
     last_B: jax.Array
-    """The previous token, -1 for none."""
+    """The last token; -1 if there is none."""
     before_last_B: jax.Array
     stamp_B: jax.Array
-    """The last timestamp, -1 for none."""
+    """The last timestamp token; -1 if there is none."""
 
     @classmethod
     def start(cls, rows: int) -> Self:
-        """The state before the first token."""
+        """Returns the state before the first token."""
         none_B = jnp.full(rows, -1, jnp.int32)
         return cls(none_B, none_B, none_B)
 
     def advance(self, token_B: jax.Array, first_stamp: jax.Array) -> TimestampState:
-        """The state after one more token."""
+        """Returns the state after one more token."""
         return TimestampState(token_B, self.last_B, jnp.where(token_B >= first_stamp, token_B, self.stamp_B))
 
 
 def mask_by_timestamp_rules(
     logits_BV: jax.Array, state: TimestampState, eos_id: jax.Array, first_stamp: jax.Array, latest_first: jax.Array
 ) -> jax.Array:
-    """Masks the logits with -inf for tokens forbidden by the rules of timestamps (Radford et al. 2022, section 4.5).
+    """Sets logits of tokens that the timestamp rules forbid to -inf (Radford et al. 2022, section 4.5).
 
-    Timestamps come in non-decreasing pairs; the first token is a timestamp; if all timestamps together are more likely
-    than every word, a timestamp is generated.
+    Timestamps come in pairs, and never decrease. The first token is a timestamp. If all timestamps together are more
+    likely than any single word token, a timestamp is generated.
 
     Args:
         logits_BV: float32.
         state: state after the tokens so far.
         eos_id: int32 scalar.
-        first_stamp: the token of 0 s, int32 scalar; the token before it disables timestamps.
+        first_stamp: the token of 0 s, int32 scalar. The token before it is the one that disables timestamps.
         latest_first: the latest first timestamp token, int32 scalar.
     """
     ids_1V = jnp.arange(logits_BV.shape[-1], dtype=jnp.int32)[None]
@@ -191,7 +193,7 @@ def mask_by_timestamp_rules(
     open_B1 = after_stamp_B1 & ~after_pair_B1
     is_stamp_1V = ids_1V >= first_stamp
     least_B1 = jnp.where(state.stamp_B < 0, first_stamp, state.stamp_B + 1)[:, None]
-    # An open pair may end at its start time.
+    # The end of an open pair may equal its start.
     least_B1 = jnp.where(open_B1, state.stamp_B[:, None], least_B1)
     forbidden_BV = (
         (ids_1V == first_stamp - 1)

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 MAX_PROMPT_BYTES = 16 * 2**20
 CHUNK = 4
-"""New tokens between two checks for stop texts."""
+"""Number of new tokens between two checks for stop texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(GenerateSettings):
-    """Settings of `lmt generate`, with its option names in error messages.
+    """Settings of `lmt generate`. Error messages contain the option names of the command.
 
     Raises:
         UserError: if a value is out of its range.
@@ -56,21 +56,22 @@ class Sample:
     tokens: list[int]
     """Token ids of `text`, without the end-of-document token."""
     finish: Literal["document_end", "stop", "length"]
-    """Reason for the end: an end-of-document token, a stop text, or a length limit."""
+    """Reason why the continuation ended: an end-of-document token, a stop text, or a length limit."""
     logprobs: list[float] | None = None
-    """Log p of each of `tokens` in nats, by the model's unfiltered distribution; None unless requested."""
+    """Log p of each of `tokens` in nats, under the model's unfiltered distribution; None unless requested."""
 
 
 def read_prompts(texts: Sequence[str], files: Sequence[Path]) -> list[str]:
-    """Reads the prompts of the command line: texts first, then each file without its last line break.
+    """Reads the prompts of the command line: first the texts, then the content of each file without its last line
+    break.
 
-    Without any prompt, returns one empty prompt, the start of a document.
+    Without any prompt, returns one empty prompt, which means the start of a document.
 
     Raises:
         UserError: for a text or a file that is not UTF-8, and for a file that cannot be read.
     """
     for text in texts:
-        # Bytes of an argument that are not UTF-8 become surrogates, which no tokenizer accepts.
+        # Python turns bytes of an argument that are not UTF-8 into surrogates, which no tokenizer accepts.
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise UserError(f"--prompt {text!r}: not UTF-8 text")
     prompts = [*texts, *(_read_prompt_file(path) for path in files)]
@@ -107,17 +108,17 @@ def continue_texts(
 
     Args:
         source: the model.
-        prompts: texts.
+        prompts: texts to continue.
         sampling: end conditions and sampling settings.
         num_samples: number of continuations per prompt.
-        stop: texts that end a continuation, and are not included in it.
+        stop: texts that end a continuation. They are not included in it.
         devices: as for `TextModel.build`.
 
     Raises:
-        UserError: if `num_samples` is below 1, a text of `stop` is empty, or a prompt is longer than the model's
+        UserError: if `num_samples` is below 1, a text in `stop` is empty, or a prompt is longer than the model's
             context.
     """
-    # Imports JAX, which other commands that print text do not need.
+    # Imported here because it imports JAX, which some users of this module do not need.
     from lm_trainer.generate.engine import generate_stream
     from lm_trainer.generate.layout import to_decoding_layout
 
@@ -126,7 +127,7 @@ def continue_texts(
     _check_stop(stop)
     tokenizer = source.tokenizer
     rows = [row for prompt in prompts for row in [(prompt, _encode_within_context(source, prompt))] * num_samples]
-    # All rows together: a batch takes little longer than one row.
+    # All rows together, because a batch takes little longer than one row.
     *_, outputs = generate_stream(
         to_decoding_layout(source.build(devices), sampling.dtype),
         [ids for _, ids in rows],
@@ -146,7 +147,7 @@ def stream_text(
     stop: Sequence[str] = (),
     devices: Sequence[Any] | None = None,
 ) -> Iterator[str]:
-    """Yields the continuation of one prompt piece by piece; arguments and errors as for `continue_texts`."""
+    """Yields the continuation of one prompt piece by piece. Arguments and errors are as for `continue_texts`."""
     from lm_trainer.generate.engine import generate_stream
     from lm_trainer.generate.layout import to_decoding_layout
 
@@ -165,16 +166,16 @@ def stream_tokens(
     *,
     stop: Sequence[str],
 ) -> Iterator[str]:
-    """Yields text from prompt ids as it is generated.
+    """Yields the text that continues a prompt while it is generated.
 
-    Holds back text that may be the beginning of a stop text, or of a character, until it is decided.
+    Holds back text that may be the beginning of a stop text or an incomplete character, until later tokens decide.
 
     Args:
-        generate_stream: the function of `lm_trainer.generate.engine`.
+        generate_stream: `lm_trainer.generate.engine.generate_stream`.
         model: the decoder.
-        tokenizer: its tokenizer.
-        ids: the prompt.
-        settings: settings with the tokens that end the text.
+        tokenizer: tokenizer of the model.
+        ids: token ids of the prompt.
+        settings: end conditions and sampling settings.
         stop: texts that end the continuation.
     """
     shown, prompt_text = 0, tokenizer.decode(ids)
@@ -199,13 +200,13 @@ def stream_tokens(
 
 
 def truncate_at_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
-    """Truncates a text before the first stop text in it; true if it contains one."""
+    """Truncates a text before the first stop text in it. The second result is True if there was a stop text."""
     positions = [position for stop_text in stop if (position := text.find(stop_text)) >= 0]
     return (text[: min(positions)], True) if positions else (text, False)
 
 
 def _stable_length(text: str, stop: Sequence[str]) -> int:
-    """Length of the beginning of a text that later tokens cannot change or turn into a part of a stop text."""
+    """Returns the length of the prefix that later tokens cannot change or turn into a part of a stop text."""
     stable = len(text.rstrip("\ufffd"))
     for stop_text in stop:
         for size in range(min(len(stop_text) - 1, stable), 0, -1):
@@ -229,8 +230,8 @@ def _encode_within_context(source: TextModel, prompt: str) -> list[int]:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Encodes a prompt like the start of a document in training: after the start token, if the tokenizer has one;
-    otherwise an empty prompt becomes the end token of the previous document.
+    """Encodes a prompt like the start of a document in training: it begins with the start token, if the tokenizer has
+    one. Otherwise an empty prompt becomes the end token of the previous document.
     """
     ids = tokenizer.encode(prompt)
     if tokenizer.bos_id is not None:
@@ -239,7 +240,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def _end_index(tokens: Sequence[int], end_ids: Collection[int]) -> int | None:
-    """Index of the token that ends a continuation."""
+    """Returns the index of the token that ends a continuation; None if there is none."""
     return next((index for index, token in enumerate(tokens) if token in end_ids), None)
 
 
@@ -248,7 +249,8 @@ def _make_sample(
 ) -> Sample:
     tokenizer, end = source.tokenizer, _end_index(continuation.tokens, source.end_ids)
     tokens = list(continuation.tokens[:end])
-    # Decoded together: a character or a space may be split between the last token of the prompt and the first new one.
+    # Decoded together, because a character or a space may be split between the last prompt token and the first new
+    # token.
     prompt_text, full_text = tokenizer.decode(ids), tokenizer.decode([*ids, *tokens])
     text, stopped = truncate_at_stop(
         full_text[len(prompt_text) :] if full_text.startswith(prompt_text) else tokenizer.decode(tokens), stop

@@ -1,4 +1,4 @@
-"""Transcription of recordings of any length, window by window, and its files: text, JSON, SRT, WebVTT.
+"""Transcription of recordings of any length, window by window, and output as text, JSON, SRT or WebVTT.
 
 Shape letters: F frames of a recording, M mel channels.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lm_trainer.export.huggingface import TextModel
 
 STAMP_SECONDS = 0.02
-"""Step between consecutive timestamps of the vocabulary."""
+"""Seconds between consecutive timestamps of the vocabulary."""
 _FRAMES_PER_STAMP = 2
 
 
@@ -31,11 +31,11 @@ class Segment(NamedTuple):
     """A segment of a recording."""
 
     start: float
-    """Seconds."""
+    """Start in seconds from the beginning of the recording."""
     end: float
     text: str
     tokens: list[int]
-    """With timestamps, without the end token."""
+    """Tokens with timestamps, without the end token."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Transcript:
     file: str
     seconds: float
     language: str | None
-    """Name in the model's language tokens; None for a model without languages."""
+    """Name of the language as in the model's language tokens; None for a model without languages."""
     text: str
     segments: list[Segment]
 
@@ -64,15 +64,15 @@ class TranscribeSettings:
 
 
 class Transcriber:
-    """Transcribes recordings; generates the same tokens as `generate` of transformers.
+    """Transcribes recordings. Generates the same tokens as `generate` of transformers.
 
     Args:
         source: the model.
         settings: the settings.
-        devices: devices to shard the model over; None: all.
+        devices: devices to shard the model over; None: all devices of this process.
 
     Raises:
-        UserError: for a model without audio input, or without a feature requested in the settings.
+        UserError: for a model without audio input, or without a feature that the settings request.
     """
 
     def __init__(self, source: TextModel, settings: TranscribeSettings, devices: Sequence[Any] | None = None):
@@ -84,7 +84,7 @@ class Transcriber:
         self._rules = SpeechRules.from_config(
             config.generation_config, start_id=config.decoder_start_token_id, eos_id=source.tokenizer.eos_id
         )
-        # Called only for its errors, before the weights are placed.
+        # Called only for its errors, before the weights are placed on devices.
         self._rules.prompt_tokens(settings.language, settings.task, timestamps=settings.timestamps)
         self._rules.check_beams(settings.beams)
         self._model: Any = source.build(devices)
@@ -92,8 +92,8 @@ class Transcriber:
     def transcribe(self, path: Path) -> Transcript:
         """Transcribes a recording.
 
-        A recording longer than the model's input is split into windows: each begins at the last timestamp of the
-        previous one (Radford et al. 2022, section 3.8), or at its end without timestamps.
+        A recording longer than the model's input is split into windows. Each window begins at the last timestamp of the
+        previous window (Radford et al. 2022, section 3.8), or at its end if there are no timestamps.
 
         Raises:
             UserError: for a file that is missing, damaged or empty.
@@ -127,12 +127,12 @@ class Transcriber:
         return Transcript(str(path), seconds, language, text.strip(), segments)
 
     def _extract_features(self, samples_T: np.ndarray) -> np.ndarray:
-        """Features of a full recording, float32 [F, M]: a short one is padded with silence, a long one is not."""
+        """Computes the features of a full recording, float32 [F, M]. Only a short recording is padded with silence."""
         frames = max(self._frames, len(samples_T) * FRAMES_PER_SECOND // AudioRules.rate)
         return LogMel(frames, self._mels)(samples_T)
 
     def _choose_prompt(self, features_FM: np.ndarray, stamps: bool) -> tuple[list[int], str | None]:
-        """The tokens before every text, and the language; by default it is detected in the first window."""
+        """Returns the tokens before every text, and the language, which by default is detected in the first window."""
         settings, rules = self._settings, self._rules
         prompt = rules.prompt_tokens(settings.language, settings.task, timestamps=stamps)
         if None in prompt:
@@ -143,9 +143,9 @@ class Transcriber:
         return [token for token in prompt if token is not None], language
 
     def _split_window(self, tokens: list[int], seek: int, frames: int, stamps: bool) -> tuple[list[Segment], int]:
-        """Segments of a window, and the number of frames to the start of the next window."""
+        """Returns the segments of a window, and the number of frames to the start of the next window."""
         ids = tokens[:-1] if tokens and tokens[-1] == self._rules.eos_id else tokens
-        # Unrequested timestamps follow no rules, and might not advance.
+        # Timestamps that were not requested follow no rules, and might not advance.
         pieces, frames_done = split_at_stamps(ids, self._rules.first_stamp if stamps else None, frames)
         offset = seek / FRAMES_PER_SECOND
         return [self._make_segment(offset + start, offset + end, piece) for start, end, piece in pieces], frames_done
@@ -162,14 +162,14 @@ def split_at_stamps(
     """Splits the tokens of a window at pairs of timestamps.
 
     Args:
-        ids: tokens without the end token.
+        ids: tokens of the window without the end token.
         first_stamp: the token of 0 s; None: no timestamps.
         frames: number of audio frames in the window.
 
     Returns:
         (start, end, tokens) of each segment, in seconds from the start of the window, and the number of completed
-        frames: all
-        of them, unless the window ends within a segment, which the next window then repeats from its beginning.
+        frames. If the window ends within a segment, the next window repeats that segment from its beginning; otherwise
+        all frames are completed.
     """
     is_stamp = [first_stamp is not None and token >= first_stamp for token in ids]
     ends_with_single_stamp = is_stamp[-2:] == [False, True]
@@ -203,12 +203,12 @@ def read_recording(path: Path) -> np.ndarray:
 
 
 def as_json(transcript: Transcript) -> dict[str, Any]:
-    """The content of a JSON file."""
+    """Returns the content of a JSON file."""
     return {**asdict(transcript), "segments": [segment._asdict() for segment in transcript.segments]}
 
 
 def as_srt(transcript: Transcript) -> str:
-    """The content of an SRT file."""
+    """Returns the content of an SRT file."""
     blocks = [
         f"{number}\n{_format_clock(segment.start, ',')} --> {_format_clock(segment.end, ',')}\n{segment.text.strip()}\n"
         for number, segment in enumerate(transcript.segments, 1)
@@ -217,8 +217,8 @@ def as_srt(transcript: Transcript) -> str:
 
 
 def as_vtt(transcript: Transcript) -> str:
-    """The content of a WebVTT file."""
-    # An arrow in a text would begin another cue.
+    """Returns the content of a WebVTT file."""
+    # An arrow in the text would begin another cue.
     blocks = [
         f"{_format_clock(segment.start, '.')} --> {_format_clock(segment.end, '.')}\n"
         f"{segment.text.strip().replace('-->', '->')}\n"

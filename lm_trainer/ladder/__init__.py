@@ -1,4 +1,4 @@
-"""Ladders of models: plan, run and measure several sizes of one recipe, and predict larger ones."""
+"""Ladders of models: plan, run and measure several model sizes with one recipe, and predict larger models."""
 
 from lm_trainer.ladder.checkpoints import RunCheckpointInfo
 from lm_trainer.ladder.config import InstanceSource

@@ -1,4 +1,4 @@
-"""The global batch of a size and its split into microbatches, independent of hardware or as in OLMo-core."""
+"""The global batch of a size and its split into microbatches: independent of the hardware, or as in OLMo-core."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.ladder.config import LadderConfig
 
 _NEAR = 0.1
-"""Largest relative difference between a batch and its target."""
+"""Maximum relative difference between the batch size and its target."""
 
 
 class BatchShape(NamedTuple):
     """The global batch of a run and its split."""
 
     batch_size: int
-    """Tokens."""
+    """Global batch size in tokens."""
     microbatch: int
-    """Tokens per device and forward pass."""
+    """Number of tokens per device and forward pass."""
     shards: int
-    """The most devices that can share the batch."""
+    """Maximum number of devices that can share the batch."""
     devices: int
-    """Devices in use."""
+    """Number of devices in use."""
 
 
 def elastic_batch(ladder: LadderConfig, num_params: int) -> BatchShape:
-    """The batch that any number of devices up to `shards` computes with the same bits.
+    """Computes a batch shape with which any number of devices up to `shards` gives bitwise identical results.
 
-    It is split into as many equal shards as possible, up to `trainer.elastic_shards`, within a tenth of its target.
+    The batch has as many equal shards as possible, up to `trainer.elastic_shards`, while its size is within 10 % of the
+    target.
     """
     target = ladder.run_configurator.configure_target_batch_size(num_params)
     microbatch = ladder.model_configurator.rank_microbatch_size
-    # A power of two: the gradients of the shards are added by a binary tree, and devices get equal subtrees of it.
+    # A power of two, because the gradients of the shards are added in a binary tree and devices get equal subtrees.
     shards = 1 << (ladder.trainer.elastic_shards.bit_length() - 1)
-    # More shards make a coarser unit, and a batch farther from its target: halve them until it is near enough.
+    # More shards mean a larger unit, and a batch farther from its target. Halve them until the batch is near enough.
     while True:
         unit = shards * (microbatch or ladder.sequence_length)
         batch = max(1, round(target / unit)) * unit
@@ -45,10 +46,10 @@ def elastic_batch(ladder: LadderConfig, num_params: int) -> BatchShape:
 
 
 def olmo_batch(ladder: LadderConfig, size_spec: str, num_params: int) -> BatchShape:
-    """The batch chosen by OLMo-core's `ModelLadder` on this hardware; it depends on the devices.
+    """Computes the batch that OLMo-core's `ModelLadder` would choose on this hardware. It depends on the devices.
 
     Raises:
-        UserError: if OLMo-core has no figures for the hardware, or the devices are too few.
+        UserError: if OLMo-core has no figures for the hardware, or there are too few devices.
     """
     target, configurator = ladder.run_configurator.configure_target_batch_size(num_params), ladder.model_configurator
     rank = configurator.configure_rank_microbatch_size(

@@ -1,4 +1,4 @@
-"""Checkpoints of a ladder: the ones it needs, and the ones on disk."""
+"""Checkpoints that a ladder needs, and checkpoints on disk."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from lm_trainer.ladder.rungs import batch_shape, count_params, run_name
 
 @dataclass(frozen=True)
 class RunCheckpointInfo:
-    """A checkpoint of a ladder, on disk or still missing."""
+    """A checkpoint of a ladder, which may be on disk or still missing."""
 
     name: str
     """Position in the recipe, such as `period 2, 1xC pre-decay`."""
     step: int
     tokens: int
-    """Tokens trained on so far."""
+    """Number of training tokens up to this checkpoint."""
     path: Path
     metrics_path: Path | None
-    """The metrics file of its run, if it exists."""
+    """Metrics file of the run, if it exists."""
     exists: bool
     """True if the checkpoint is on disk."""
 
     def display(self) -> str:
-        """One line, marked with ✔ if it exists and ✘ if not."""
+        """Formats the checkpoint as one line, with ✔ if it is on disk and ✘ if it is missing."""
         return f"{'✔' if self.exists else '✘'} {self.name:<28} step {self.step:>8,}  {self.tokens:>16,} tokens"
 
 
@@ -40,18 +40,18 @@ def find_checkpoints(
     discover_all: bool = False,
     alternative_dirs: Sequence[AnyPath] | None = None,
 ) -> list[RunCheckpointInfo]:
-    """The checkpoints of a size, in order.
+    """Lists the checkpoints of a size in order.
 
     Args:
         ladder: the ladder.
         size_spec: the size.
-        seed: seed of the run; by default the first.
-        discover_all: include checkpoints on disk that the ladder does not need.
+        seed: seed of the run; by default the first seed of the ladder.
+        discover_all: includes checkpoints on disk that the ladder does not need.
         alternative_dirs: directories with other copies of this ladder, searched in order for missing checkpoints.
     """
     batch = batch_shape(ladder, size_spec).batch_size
     requested = ladder.run_configurator.configure_checkpoint_intervals(count_params(ladder, size_spec), batch)
-    # In a very short run, two checkpoints may fall on the same step; the later name wins.
+    # In a very short run, two checkpoints may fall on the same step. The name of the later one is used.
     names = {tokens // batch: name for tokens, name in requested}
     run = run_name(ladder, size_spec, seed)
     folders = [local_path(root) / run for root in (ladder.dir, *(alternative_dirs or ()))]
@@ -59,7 +59,7 @@ def find_checkpoints(
     extra = set().union(*steps_on_disk.values()) - set(names) if discover_all else set()
     checkpoints = []
     for step in sorted({*names, *extra}):
-        # A missing checkpoint gets the ladder's directory, where a run would write it.
+        # A missing checkpoint is listed in the ladder's directory, where a run would write it.
         folder = next((f for f in folders if step in steps_on_disk[f]), folders[0])
         # A copy may have lost its checkpoints but kept its metrics.
         files = (directory / "metrics.jsonl" for directory in (folder, *folders))

@@ -21,22 +21,22 @@ _KEYS_SET_BY_SIZE = (
     *("id", "seed", "num_train_steps", "train_batch_size", "per_device_parallelism", "steps_per_eval", "log_dir"),
     "max_devices",
 )
-"""Keys of `trainer` that the ladder sets itself, from the size."""
+"""Keys of `trainer` that the ladder sets itself, depending on the size."""
 _CHECKPOINT_KEYS_SET_BY_SIZE = ("base_path", "keep", "append_run_id_to_base_path")
 """Keys of `trainer.checkpointer` that the ladder sets itself."""
 
 
 class InstanceSource(SetConfig):
-    """One data source of the ladder."""
+    """One source of training data of the ladder."""
 
     label: str | None = None
-    """Name in metrics; required with several sources."""
+    """Name of the source in metrics; required if there are several sources."""
     weight: PositiveFloat = 1.0
     """Relative sampling weight during training."""
 
 
 class LadderConfig(Config):
-    """Runs of several sizes with one recipe, to predict the result of the largest."""
+    """Runs of several model sizes with one recipe, to predict the result of larger sizes."""
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "backend": "JAX brings its own collectives, so there is none to choose; remove the key",
@@ -45,34 +45,34 @@ class LadderConfig(Config):
     name: str = Field(pattern=r"^[\w][\w.-]*$")
     """Name of the ladder."""
     dir: LocalPath
-    """Directory of the ladder's runs, one subdirectory per run; other ladders need other directories."""
+    """Directory of the ladder's runs, with one subdirectory per run. Each ladder needs its own directory."""
     project: str | None = None
     """Project name in trackers with projects; by default the name of the ladder."""
     sizes: tuple[str, ...] = Field(min_length=1)
-    """Sizes to run, by their names in `model_configurator`."""
+    """Names of the sizes to run, as in `model_configurator`."""
     max_devices: PositiveInt = 1
-    """Maximum number of devices of a run. The batch and all numbers are the same for any number of devices."""
+    """Maximum number of devices per run. The batch and all results are the same for any number of devices."""
     device_type: str = "cpu"
-    """Kind of these devices in JAX's naming (`NVIDIA H100 80GB HBM3`), for time and cost in `plan`."""
+    """Kind of device as JAX names it (`NVIDIA H100 80GB HBM3`), for time and cost in `plan`."""
     model_configurator: AnyModelConfigurator
     run_configurator: AnyRunConfigurator
     data_loader: DataConfig = DataConfig()
-    """Data pipeline from documents to rows: shuffle, packing, cache and so on."""
+    """Settings of the data pipeline from documents to rows, such as shuffling, packing and cache."""
     instance_sources: tuple[InstanceSource, ...] = ()
-    """Training documents; by default the text that comes with Python."""
+    """Sources of training documents; by default the text that is included with Python."""
     sequence_length: PositiveInt = 8192
-    """Tokens per row."""
+    """Number of tokens per row."""
     tokenizer: LocalPathOrHubName | AnyTokenizer | None = None
     """Same as `data.tokenizer` of a run."""
     seed: Seed = 42
-    """Seed for initial weights, data order and dropout of every run."""
+    """Seed of the first run of each size, for initial weights, data order and dropout."""
     num_seeds: PositiveInt = 1
-    """Number of runs of each size, with seeds `seed`, `seed` + 1 and so on."""
+    """Number of runs of each size. Their seeds are `seed`, `seed` + 1 and so on."""
     eval_harness: HarnessConfig | None = None
-    """Tasks of lm-evaluation-harness to evaluate at the checkpoints of every run. `lmt ladder fit --task
+    """Tasks of lm-evaluation-harness that are evaluated at the checkpoints of every run. `lmt ladder fit --task
     lm_eval/TASK/METRIC` predicts them from the loss."""
     trainer: TrainerConfig = TrainerConfig()
-    """All other settings of the runs: precision, trackers, sharding; keys derived from the size cannot be set."""
+    """All other settings of the runs, such as precision and trackers. Keys that depend on the size cannot be set."""
 
     @field_validator("trainer")
     @classmethod
@@ -93,7 +93,7 @@ class LadderConfig(Config):
     @field_validator("data_loader")
     @classmethod
     def _reject_source_keys(cls, value: DataConfig) -> DataConfig:
-        # A cache belongs to the making of rows as much as to a source, so it may be set in either section.
+        # A cache concerns both how rows are made and a source, so it may be set in either section.
         source_keys = (SetConfig.model_fields.keys() - {"cache_dir"}) | {"configs", "train_weights", "tokenizer"}
         if rejected := sorted(source_keys & value.changed_fields):
             section = "tokenizer" if rejected[0] == "tokenizer" else "instance_sources"
@@ -117,18 +117,19 @@ class LadderConfig(Config):
         labels = [source.label for source in self.instance_sources]
         if len(labels) > 1 and (None in labels or len(set(labels)) < len(labels)):
             raise ValueError("instance_sources: give each of several sources a label of its own")
-        # Built only for its checks, to report mistakes in the data section with all others of the file.
+        # Built only for its checks, so that errors in the data section are reported together with all others in the
+        # file.
         self.data_config()
         return self
 
     @property
     def seeds(self) -> range:
-        """Seeds of the runs of each size."""
+        """Seeds of the runs of one size."""
         return range(self.seed, self.seed + self.num_seeds)
 
     def data_config(self) -> DataConfig:
         """The `data` section of every run."""
-        # Dump and parse: the result then knows which keys were set, and defaults stay defaults.
+        # Dumped and parsed, so that the result knows which keys were set, and defaults stay defaults.
         data = self.data_loader.model_dump(mode="json", include=self.data_loader.changed_fields)
         tokenizer = self.tokenizer if isinstance(self.tokenizer, str | None) else self.tokenizer.model_dump(mode="json")
         return DataConfig.model_validate({**data, "tokenizer": tokenizer, **self._sources_section()})
@@ -137,7 +138,7 @@ class LadderConfig(Config):
         def to_plain(source: InstanceSource) -> dict[str, Any]:
             return source.model_dump(mode="json", include=source.changed_fields - {"label", "weight"})
 
-        # A single source is the data section itself, without the names and weights of a mixture.
+        # A single source becomes the data section itself, without the name and weight of a mixture component.
         if len(self.instance_sources) <= 1:
             return to_plain(self.instance_sources[0]) if self.instance_sources else {}
         return {

@@ -1,4 +1,4 @@
-"""`ModelLadder`: a family of runs, from small to large, which differ only in size."""
+"""`ModelLadder`: a family of runs, from small to large, that differ only in model size."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 
 class ModelLadder(LadderConfig):
-    """Runs of several sizes with one recipe, to predict the result of the largest.
+    """Runs of several model sizes with one recipe, to predict the result of larger sizes.
 
-    Methods have the same names as in OLMo-core; each calls a function of this package on the configuration.
+    The methods have the same names as in OLMo-core. Each calls a function of this package with the configuration.
     """
 
     def vocab_size(self) -> int:
-        """Number of rows of the token embedding.
+        """Returns the number of rows of the token embedding.
 
         Raises:
             UserError: if the tokenizer cannot be loaded.
@@ -47,25 +47,25 @@ class ModelLadder(LadderConfig):
         return vocab_size_of(self)
 
     def get_model_config(self, size_spec: str) -> DecoderConfig:
-        """The model of a size."""
+        """Returns the model configuration of a size."""
         return model_config(self, size_spec)
 
     def get_num_params(self, size_spec: str, vocab_size: int | None = None) -> int:
-        """Number of parameters without the token embedding; an untied output layer counts, as in OLMo-core."""
+        """Counts the parameters without the token embedding. As in OLMo-core, an untied output layer counts."""
         return count_params(self, size_spec, vocab_size)
 
     def get_num_devices(self, size_spec: str) -> int:
-        """Number of devices in use: a power of two, limited by `max_devices` and by the shards of the batch."""
+        """Returns the number of devices in use: a power of two, at most `max_devices` and the shards of the batch."""
         return batch_shape(self, size_spec).devices
 
     def get_batch_size(self, size_spec: str) -> int:
-        """Tokens in a global batch, for any number of devices."""
+        """Returns the number of tokens in a global batch, which is the same for any number of devices."""
         return batch_shape(self, size_spec).batch_size
 
     def batch_shape(
         self, size_spec: str, *, vocab_size: int | None = None, compat: Literal["olmo"] | None = None
     ) -> BatchShape:
-        """The batch and its split, with `compat="olmo"` as OLMo-core would choose them on this hardware.
+        """Returns the batch and its split. With `compat="olmo"`, as OLMo-core would choose them on this hardware.
 
         Raises:
             UserError: with `compat="olmo"`, if OLMo-core has no figures for the hardware.
@@ -73,15 +73,15 @@ class ModelLadder(LadderConfig):
         return batch_shape(self, size_spec, vocab_size=vocab_size, compat=compat)
 
     def run_name(self, size_spec: str, seed: int | None = None) -> str:
-        """Name of a run: the size, followed by its seed unless it is the first seed."""
+        """Returns the name of a run: the size, followed by the seed unless it is the first seed."""
         return run_name(self, size_spec, seed)
 
     def get_save_folder(self, size_spec: str, seed: int | None = None) -> str:
-        """Directory of a run."""
+        """Returns the directory of a run."""
         return str(run_folder(self, size_spec, seed))
 
     def run_config(self, size_spec: str, seed: int | None = None, vocab_size: int | None = None) -> RunConfig:
-        """Configuration of a run, which `lmt train` could run too."""
+        """Returns the configuration of a run, which `lmt train` could run as well."""
         return run_config(self, size_spec, seed, vocab_size)
 
     def dry_run(self, size_spec: str, show_plot: bool = True, save_plot: AnyPath | None = None) -> RungPlan:
@@ -114,16 +114,16 @@ class ModelLadder(LadderConfig):
         seed: int | None = None,
         progress: Progress | None = None,
     ) -> Summary | dict[str, Any]:
-        """Trains a size, or resumes its run if it was stopped; raises as `lm_trainer.run.train.train`.
+        """Trains a size, or resumes its run if it was stopped. Raises the errors of `lm_trainer.run.train.train`.
 
-        With `for_benchmarking` it only times the training step, as `run_benchmark`, and shows no progress.
+        With `for_benchmarking`, only times the training step like `run_benchmark`, and shows no progress.
         """
         if for_benchmarking:
             return benchmark_rung(self, size_spec, seed=seed)
         return run_rung(self, size_spec, seed=seed, progress=progress)
 
     def run_benchmark(self, size_spec: str) -> dict[str, Any]:
-        """Times the training step of a size, like `lmt bench mfu`; writes no files."""
+        """Times the training step of a size like `lmt bench mfu`. Writes no files."""
         return benchmark_rung(self, size_spec)
 
     def get_checkpoints(
@@ -135,9 +135,10 @@ class ModelLadder(LadderConfig):
         *,
         seed: int | None = None,
     ) -> list[RunCheckpointInfo]:
-        """All checkpoints of a size, in order, including missing ones; see `find_checkpoints`.
+        """Lists all checkpoints of a size in order, including missing ones; see `find_checkpoints`.
 
-        `download_metrics` keeps the signature of OLMo-core and has no effect: metrics are in `dir`, a local directory.
+        `download_metrics` exists only for compatibility with OLMo-core. It has no effect, because metrics are in the
+        local directory `dir`.
         """
         del download_metrics
         return find_checkpoints(
@@ -151,10 +152,10 @@ class ModelLadder(LadderConfig):
         discover_all: bool = False,
         alternative_dirs: Sequence[AnyPath] | None = None,
     ) -> pandas.DataFrame | None:
-        """One row for each checkpoint of a size with metrics, over all its seeds; None if no checkpoint has any.
+        """Returns one row per checkpoint of a size that has metrics, over all seeds; None if no checkpoint has metrics.
 
         Raises:
-            UserError: without pandas, or if the directory holds metrics of another ladder.
+            UserError: if pandas is not installed, or the directory contains metrics of another ladder.
         """
         rows = collect_rows(self, size_spec, prefix, discover_all=discover_all, alternative_dirs=alternative_dirs)
         return to_dataframe(rows) if rows else None

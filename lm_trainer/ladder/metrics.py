@@ -1,4 +1,4 @@
-"""Metrics of a ladder at its checkpoints, read from the directories of its runs."""
+"""Reads the metrics of a ladder at its checkpoints from the directories of its runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 FORMATS = ("csv", "json", "parquet")
 FACTS = ("ladder", "size", "seed", "name", "step", "tokens", "num_params", "flops")
-"""Names of the columns before the metrics."""
+"""Names of the columns that precede the metrics."""
 
 
 def collect_rows(
@@ -38,20 +38,20 @@ def collect_rows(
     discover_all: bool = False,
     alternative_dirs: Sequence[AnyPath] | None = None,
 ) -> list[Row]:
-    """One row for each checkpoint step with measurements, for every seed.
+    """Returns one row for each checkpoint step that has measurements, for every seed.
 
-    A row has the columns `FACTS` and the metrics of exactly that step whose names begin with `prefix`. Metrics not
-    measured at the step are absent.
+    A row has the columns `FACTS` and those metrics of exactly this step whose names begin with `prefix`. Metrics that
+    were not measured at the step are absent.
 
     Args:
         ladder: the ladder.
         size_spec: the size.
         prefix: prefix of the metric names; None means all.
-        discover_all: include checkpoints on disk that the ladder does not need.
+        discover_all: includes checkpoints on disk that the ladder does not need.
         alternative_dirs: directories with other copies of this ladder.
 
     Raises:
-        UserError: if a directory holds the run of another ladder, or a damaged file.
+        UserError: if a directory contains a run of another ladder, or a damaged file.
     """
     num_params = count_params(ladder, size_spec)
     spec = model_config(ladder, size_spec).spec(vocab_size_of(ladder))
@@ -61,7 +61,7 @@ def collect_rows(
         checkpoints = find_checkpoints(
             ladder, size_spec, seed=seed, discover_all=discover_all, alternative_dirs=alternative_dirs
         )
-        # Checkpoints of one run share a metrics file, which may be long: it is read and checked once.
+        # Checkpoints of one run share a metrics file, which may be long, so it is read and checked once.
         measured: dict[Path, dict[int, Row]] = {}
         for checkpoint in checkpoints:
             if checkpoint.metrics_path is None:
@@ -79,7 +79,7 @@ def collect_rows(
 
 
 def _check_owner(ladder: LadderConfig, size_spec: str, seed: int, folder: Path) -> None:
-    """Refuses a directory with another run, which would be taken for this one."""
+    """Refuses a directory that contains a run of another ladder, whose metrics would be mistaken for this run's."""
     if not (folder / RUN).is_file():
         raise UserError(f"{folder}: has metrics, but no {RUN} that says of which run")
     identity = recorded_identity(read_run_record(folder), folder)
@@ -93,7 +93,7 @@ def _check_owner(ladder: LadderConfig, size_spec: str, seed: int, folder: Path) 
 
 
 def _read_metrics_by_step(file: Path) -> dict[int, Row]:
-    """The numbers of a `metrics.jsonl` by step: training and evaluation each write a line for the same step."""
+    """Reads the numbers in a `metrics.jsonl` by step. Training and evaluation each write a line for the same step."""
     metrics: dict[int, Row] = {}
     for number, line in enumerate(file.read_text().splitlines(), 1):
         try:
@@ -102,7 +102,7 @@ def _read_metrics_by_step(file: Path) -> dict[int, Row]:
         except (ValueError, AttributeError):
             raise UserError(f"{file}:{number}: not a line of metrics") from None
         if isinstance(step, int):
-            # Strings such as samples and fingerprints are not columns of a table.
+            # Strings, such as samples and fingerprints, do not become columns of a table.
             values = {key: value for key, value in record.items() if isinstance(value, int | float)}
             # Merge the lines of a step into one row.
             metrics.setdefault(step, {}).update(values)
@@ -110,10 +110,10 @@ def _read_metrics_by_step(file: Path) -> dict[int, Row]:
 
 
 def to_dataframe(rows: Sequence[Row]) -> pandas.DataFrame:
-    """The rows as a DataFrame.
+    """Converts the rows to a DataFrame.
 
     Raises:
-        UserError: without pandas.
+        UserError: if pandas is not installed.
     """
     try:
         import pandas
@@ -123,12 +123,12 @@ def to_dataframe(rows: Sequence[Row]) -> pandas.DataFrame:
 
 
 def column_names(rows: Sequence[Row]) -> list[str]:
-    """Names of the columns: `FACTS`, then the metrics of all rows in alphabetical order."""
+    """Returns the names of the columns: `FACTS`, then the metrics of all rows in alphabetical order."""
     return [*FACTS, *sorted({key for row in rows for key in row} - set(FACTS))]
 
 
 def write_rows(rows: Sequence[Row], kind: str, path: AnyPath | None) -> str | None:
-    """Writes rows to a file as CSV, JSON or Parquet; without a path, returns the text of CSV or JSON."""
+    """Writes rows to a file as CSV, JSON or Parquet. Without a path, returns CSV or JSON as text."""
     path = None if path is None else local_path(path)
     if kind == "parquet":
         if path is None:

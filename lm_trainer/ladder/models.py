@@ -1,4 +1,4 @@
-"""Models of the sizes of a ladder, and the microbatch of a device for each."""
+"""Model and microbatch per device for each size of a ladder."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from lm_trainer.models.base import DecoderConfig
 
 
 class DeviceMeshSpec(NamedTuple):
-    """The fewest devices for a size."""
+    """The minimum number of devices for a size."""
 
     world_size: int
     """Number of devices."""
     dp_world_size: int | None
-    """Devices that share the batch; None means all."""
+    """Number of devices that share the batch; None means all."""
 
 
 class ModelConfigurator(Config):
-    """Maps the name of a size to its model.
+    """Maps the name of a size to its model configuration.
 
-    In Python, subclassing is enough. For configuration files, the subclass also needs a `type` and an entry in
+    For use in Python, a subclass is enough. For configuration files, the subclass also needs a `type` and an entry in
     `AnyModelConfigurator`.
     """
 
@@ -40,8 +40,8 @@ class ModelConfigurator(Config):
 
     type: str = "own"
     rank_microbatch_size: PositiveInt | None = None
-    """Tokens per device and forward pass; by default the batch / trainer.elastic_shards. The batch is rounded to a
-    multiple of it."""
+    """Number of tokens per device and forward pass; by default the batch divided by `trainer.elastic_shards`. The batch
+    is rounded to a multiple of this number."""
 
     def known_sizes(self) -> tuple[str, ...] | None:
         """Returns the names of all sizes; None if only `configure_model` knows them."""
@@ -51,11 +51,11 @@ class ModelConfigurator(Config):
     def configure_model(
         self, *, size_spec: str, sequence_length: int, tokenizer: Any = None, device_type: str = "cpu"
     ) -> DecoderConfig:
-        """Returns the model of a size.
+        """Returns the model configuration of a size.
 
         Args:
             size_spec: the size.
-            sequence_length: tokens per row.
+            sequence_length: number of tokens per row.
             tokenizer: the tokenizer of the ladder. Models get their vocabulary size later, when they are built.
             device_type: the device type of the ladder.
 
@@ -64,22 +64,22 @@ class ModelConfigurator(Config):
         """
 
     def configure_rank_microbatch_size(self, *, size_spec: str, sequence_length: int, device_type: str) -> int:
-        """Tokens per device and forward pass when the hardware decides, for `compat: olmo`.
+        """Returns the number of tokens per device and forward pass if it depends on the hardware, for `compat: olmo`.
 
         Raises:
-            UserError: for a device without a figure.
+            UserError: if there is no figure for the device.
         """
         return self.rank_microbatch_size or olmo_microbatch_size(size_spec, sequence_length, device_type)
 
     def configure_minimal_device_mesh_spec(
         self, *, size_spec: str, sequence_length: int = 8192, device_type: str = "cpu"
     ) -> DeviceMeshSpec:
-        """The fewest devices in OLMo-core, for any device type; this framework needs only enough memory."""
+        """Returns OLMo-core's minimum number of devices. This framework needs only enough memory."""
         del sequence_length, device_type
         return DeviceMeshSpec(olmo_minimal_devices(size_spec), None)
 
     def check(self, size_spec: str) -> None:
-        """Raises `UserError` with a suggestion for an unknown size."""
+        """Raises `UserError` with a suggestion if the size is unknown."""
         sizes = self.known_sizes()
         if sizes is not None and size_spec not in sizes:
             near = difflib.get_close_matches(size_spec, sizes, 1)
@@ -88,11 +88,11 @@ class ModelConfigurator(Config):
 
 
 class TransformerModelConfigurator(ModelConfigurator):
-    """User-defined sizes: any model of the zoo, by name."""
+    """User-defined sizes: each is any model of `lm_trainer.models`."""
 
     type: Literal["transformer"] = "transformer"
     models: dict[str, AnyModel] = {}
-    """Name of a size -> its model; `seq_len` is set by the ladder."""
+    """Model of each size by the name of the size. The ladder sets `seq_len`."""
 
     @model_validator(mode="after")
     def _check_length_is_set_once(self) -> TransformerModelConfigurator:
@@ -122,11 +122,11 @@ class Olmo3ModelConfigurator(ModelConfigurator):
 
     type: Literal["olmo3"] = "olmo3"
     model_construction_kwargs: dict[str, Any] = {}
-    """Settings that override the ones of a size, such as `gradient_checkpointing: dots`."""
+    """Settings that override the settings of every size, such as `gradient_checkpointing: dots`."""
 
     @model_validator(mode="after")
     def _check_settings_exist(self) -> Olmo3ModelConfigurator:
-        # Any size will do: a wrong setting is wrong for all of them.
+        # Any size will do, because a wrong setting is wrong for all sizes.
         try:
             self.configure_model(size_spec=TransformerSize.size_60M, sequence_length=2048)
         except ValidationError as error:
@@ -143,7 +143,7 @@ class Olmo3ModelConfigurator(ModelConfigurator):
         del tokenizer, device_type
         self.check(size_spec)
         shape = TransformerSize(size_spec).shape
-        # As `olmo3` of OLMo-core: no shared key heads, and full attention in every fourth layer.
+        # As in OLMo-core's `olmo3`: one key head per query head, and full attention in every fourth layer.
         settings = {
             **shape._asdict(),
             "num_kv_heads": shape.num_heads,
@@ -159,6 +159,6 @@ class Olmo3ModelConfigurator(ModelConfigurator):
 AnyModelConfigurator = Annotated[
     Olmo3ModelConfigurator | TransformerModelConfigurator,
     Field(discriminator="type"),
-    # Objects made in Python are complete; configuration files choose between the classes listed here.
+    # Objects made in Python need no type. Configuration files choose between the classes listed here.
     or_instance_of(ModelConfigurator),
 ]

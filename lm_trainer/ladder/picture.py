@@ -1,4 +1,4 @@
-"""Plot of the learning rate of a size, with its periods and checkpoints."""
+"""Plots the learning rate of a size, with its periods and checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lm_trainer.plot.curves import rate_points
 
 
 def rate_plot(schedule: Schedule, steps: int, checkpoints: Sequence[int]) -> SchedulePlot:
-    """The learning rate over `steps`, with the steps of the ladder's checkpoints."""
+    """Plots the learning rate over `steps`, with marks at the ladder's checkpoints."""
     marks = Marks(
         warmups=tuple((cycle.start, cycle.start + cycle.warmup) for cycle in schedule.cycles if cycle.warmup),
         minima=tuple(cycle.end for cycle in schedule.cycles),

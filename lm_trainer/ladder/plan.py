@@ -1,4 +1,4 @@
-"""The plan of a ladder: work, time, cost and memory of each size, before running anything; no device is needed."""
+"""Plan of a ladder: work, time, cost and memory of each size, computed before any run and without a device."""
 
 from __future__ import annotations
 
@@ -22,58 +22,58 @@ class Hardware:
     """Assumptions about the machine."""
 
     device: str
-    """Kind of device in JAX's naming."""
+    """Kind of device as JAX names it."""
     mfu: float = MFU
-    """Fraction of the datasheet's peak FLOP/s reached in training."""
+    """Fraction of the datasheet's peak FLOP/s that training reaches (MFU)."""
     price: float | None = None
-    """Price per device and hour, in any currency."""
+    """Price per device-hour, in any currency."""
 
 
 @dataclass(frozen=True)
 class RungPlan:
-    """One size of a ladder."""
+    """Plan of one size of a ladder."""
 
     size: str
     model_params: int
-    """Total parameters."""
+    """Total number of parameters."""
     embedding_params: int
-    """Parameters of the token embedding, not counted in `num_params`."""
+    """Number of parameters of the token embedding, which `num_params` does not include."""
     body_params: int
-    """Parameters without the token embedding and the output layer."""
+    """Number of parameters without the token embedding and the output layer."""
     num_params: int
-    """Parameters without the token embedding: the recipe is a function of this number."""
+    """Number of parameters without the token embedding. The recipe is a function of this number."""
     batch_size: int
-    """Tokens."""
+    """Global batch size in tokens."""
     target_batch_size: int
     microbatch: int
-    """Tokens per device and forward pass."""
+    """Number of tokens per device and forward pass."""
     steps: int
     tokens: int
     learning_rate: float
-    """Peak of the schedule."""
+    """Peak learning rate."""
     warmup: int
     """Steps."""
     devices: int
     accumulation: int
-    """Sequential microbatches of a device in each step."""
+    """Number of microbatches that each device computes one after another in each step."""
     flops: float
-    """FLOPs of the run, as model FLOPs."""
+    """Model FLOPs of the run."""
     state_bytes: int
-    """State, batch, gathered parameters and gradients on a device during the microbatches."""
+    """Bytes of state, batch, gathered parameters and gradients per device during the microbatches."""
     activation_bytes: int
-    """Temporary memory of the microbatches: estimated, or reported by XLA."""
+    """Bytes of temporary memory for the microbatches: estimated, or reported by XLA."""
     hours: float | None
-    """None for a device without a datasheet."""
+    """None for a device without datasheet figures."""
     cost: float | None
     checkpoints: tuple[tuple[int, str], ...]
-    """(step, position in the recipe)."""
+    """(step, position in the recipe) of each checkpoint."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, in SI units."""
+        """Returns the plan as plain data for JSON, in SI units."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Lines for the terminal."""
+        """Formats the plan as lines for the terminal."""
         hours = "" if self.hours is None else f", {self.hours:,.1f} hours on {self.devices} devices"
         return [
             f"{self.size}: {self.num_params:,} parameters without the token embedding, {self.model_params:,} in all",
@@ -95,18 +95,18 @@ def plan_rung(
     compat: Literal["olmo"] | None = None,
     compiled: bool = False,
 ) -> RungPlan:
-    """The plan of one size.
+    """Plans one size.
 
     Args:
         ladder: the ladder to plan.
         size_spec: the size.
         hardware: assumptions about the machine; by default the device of the ladder.
-        vocab_size: rows of the token embedding, in case the tokenizer cannot be loaded.
-        compat: `olmo` to choose batch and devices as OLMo-core would.
-        compiled: compile a microbatch for a device of this machine, and read its memory from the compiled program.
+        vocab_size: number of rows of the token embedding, for use if the tokenizer cannot be loaded.
+        compat: `olmo` chooses the batch and the number of devices as OLMo-core would.
+        compiled: compiles a microbatch for a device of this machine, and reads the memory from the compiled program.
 
     Raises:
-        UserError: for an unknown size or device, or phases that do not fit.
+        UserError: if the size or the device is unknown, or the phases do not fit into the run.
     """
     hardware = hardware or Hardware(ladder.device_type)
     vocab_size = vocab_size or vocab_size_of(ladder)
@@ -117,7 +117,7 @@ def plan_rung(
     optimizer = recipe.configure_optimizer(num_params, batch)
     embedding = vocab_size * spec.hidden_dim
     total = parameter_count(spec)
-    # The batch of the ladder, not of its run config: with `compat` no run would have it.
+    # The batch of the ladder and not of its run configuration, because no run would have the batch of `compat`.
     work = RunWork(flops_per_token(spec, ladder.sequence_length).training, batch, tokens // batch, tokens)
     time = _training_time(ladder, hardware, work, shape.devices)
     memory = _peak_memory(ladder, size_spec, vocab_size, shape, hardware, compiled=compiled)
@@ -125,7 +125,7 @@ def plan_rung(
         size=size_spec,
         model_params=total,
         embedding_params=embedding,
-        # Tied embedding and output weights are counted once in the total.
+        # If embedding and output weights are tied, the total counts them once.
         body_params=total - embedding * (1 if spec.head.tied else 2),
         num_params=num_params,
         batch_size=batch,
@@ -150,7 +150,7 @@ def plan_rung(
 
 
 def _training_time(ladder: LadderConfig, hardware: Hardware, work: RunWork, devices: int) -> RunTime | None:
-    """Training time of a size; None for a CPU, which has no datasheet figures."""
+    """Estimates the training time of a size; None for a CPU, which has no datasheet figures."""
     if hardware.device.lower() == "cpu":
         return None
     time = training_time(

@@ -1,4 +1,4 @@
-"""The recipe of a ladder: batch, length, optimizer, learning rate and checkpoints as functions of the parameters."""
+"""Recipe of a ladder: batch, length, optimizer, learning rate and checkpoints as functions of the model size."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from lm_trainer.optim.schedule import Schedule
 from lm_trainer.plot import SchedulePlot, save_image, to_text
 
 _REFERENCE_PARAMS, _REFERENCE_BATCH, _REFERENCE_RATE = 108e6, 2048 * 160, 0.0047
-"""Parameters, batch and rate of a reference model of Porian et al. 2024 (arXiv 2406.19146), as used by OLMo-core."""
+"""Number of parameters, batch size and learning rate of a reference model of Porian et al. 2024 (arXiv 2406.19146), as
+in OLMo-core."""
 _LARGE_BATCH = 524_288
-"""Batch size in tokens from which beta2 is 0.95 (Porian et al. 2024, table 4)."""
+"""Minimum batch size in tokens for a beta2 of 0.95 (Porian et al. 2024, table 4)."""
 _SCHEDULE_KEYS = (
     *("learning_rate", "min_lr_ratio", "lr_schedule", "warmup", "rewarmup", "decay"),
     *("cycles", "cycle_length", "cycle_peaks"),
@@ -30,7 +31,7 @@ _SCHEDULE_KEYS = (
 
 
 class Period(NamedTuple):
-    """One period of WSD-S, in steps: warm-up (only in the first), peak, and a linear decay to 0."""
+    """One period of WSD-S, in steps: warm-up (only in the first period), constant peak, and linear decay to 0."""
 
     multiple: float
     """Length of the run at the end of the period, as a multiple of the Chinchilla-optimal number of tokens."""
@@ -47,16 +48,16 @@ class Period(NamedTuple):
 
 
 class RunConfigurator(Config):
-    """Maps a number of parameters, as counted by `ModelLadder.get_num_params`, to the settings of a run.
+    """Maps the number of parameters, as counted by `ModelLadder.get_num_params`, to the settings of a run.
 
-    All batches and lengths are in tokens. In Python, subclassing is enough.
+    All batch sizes and lengths are in tokens. For use in Python, a subclass is enough.
     """
 
     type: str = "own"
 
     @abstractmethod
     def configure_target_batch_size(self, num_params: int) -> int:
-        """Returns the target batch size; the actual batch is rounded to complete rows and microbatches."""
+        """Returns the target batch size. The actual batch size is rounded to complete rows and microbatches."""
 
     @abstractmethod
     def configure_duration(self, num_params: int, batch_size: int) -> int:
@@ -71,12 +72,12 @@ class RunConfigurator(Config):
         """Returns (tokens, name) of every checkpoint of the ladder, in order."""
 
     def configure_lr_scheduler(self, num_params: int, batch_size: int) -> Schedule:
-        """The learning rate as a function of the step."""
+        """Returns the learning rate as a function of the step."""
         steps = self.configure_duration(num_params, batch_size) // batch_size
         return self.configure_optimizer(num_params, batch_size).schedule(steps)
 
     def lr_plot(self, num_params: int, batch_size: int) -> SchedulePlot:
-        """Plot of the learning rate, with the ladder's checkpoints."""
+        """Plots the learning rate, with the ladder's checkpoints."""
         steps = self.configure_duration(num_params, batch_size) // batch_size
         checkpoints = [
             tokens // batch_size for tokens, _ in self.configure_checkpoint_intervals(num_params, batch_size)
@@ -86,7 +87,7 @@ class RunConfigurator(Config):
     def plot_lr_schedule(
         self, num_params: int, batch_size: int, *, show: bool = True, save_path: AnyPath | None = None
     ) -> Path | None:
-        """Plots the learning rate in the terminal, to an image file, or both; returns the file."""
+        """Plots the learning rate in the terminal, to an image file, or both. Returns the path of the file."""
         path = None if save_path is None else local_path(save_path)
         plot = self.lr_plot(num_params, batch_size)
         if show:
@@ -97,24 +98,24 @@ class RunConfigurator(Config):
 
 
 class WSDSChinchillaRunConfigurator(RunConfigurator):
-    """WSD-S (Wen et al. 2024, arXiv 2410.05192): one run that decays at 0.5, 1, 2, 4 ... times Chinchilla.
+    """WSD-S (Wen et al. 2024, arXiv 2410.05192): one run whose decays end at 0.5, 1, 2, 4 ... times Chinchilla.
 
-    After every decay the learning rate jumps back to its peak, so a run can always be made longer.
+    After every decay the learning rate jumps back to its peak, so a run can always be extended.
     """
 
     type: Literal["wsds_chinchilla"] = "wsds_chinchilla"
     chinchilla_multiple: float = Field(ge=0.5)
-    """Length of each run, as a multiple of its Chinchilla-optimal number of tokens: a power of two."""
+    """Length of each run, as a multiple of the Chinchilla-optimal number of tokens; must be a power of two."""
     decay_fraction: float = Field(default=0.1, ge=0.1, lt=0.5)
-    """Fraction of each period spent in the decay at its end, a tenth or more."""
+    """Length of the decay at the end of each period, as a fraction of the period; at least 0.1."""
     tokens_per_param: PositiveInt = 20
-    """Tokens per parameter of a Chinchilla-optimal run."""
+    """Number of tokens per parameter of a Chinchilla-optimal run."""
     lr_multiplier: PositiveFloat = 1.0
-    """Factor on the learning rate."""
+    """Factor that multiplies the learning rate."""
     stepped_schedule: bool = False
-    """Lower the peak of the period that ends at c times Chinchilla to 1 / sqrt(c) of the learning rate."""
+    """Lowers the peak of the period that ends at c times Chinchilla to 1 / sqrt(c) of the learning rate."""
     optimizer: AnyOptimizer = AdamConfig(skip_bad_steps=True)
-    """The optimizer, without its learning rate and schedule; beta2 follows the batch unless it is set here."""
+    """The optimizer without learning rate and schedule. beta2 depends on the batch size unless it is set here."""
 
     @field_validator("chinchilla_multiple")
     @classmethod
@@ -132,22 +133,22 @@ class WSDSChinchillaRunConfigurator(RunConfigurator):
 
     @property
     def multiples(self) -> tuple[float, ...]:
-        """0.5, 1, 2 ... up to `chinchilla_multiple`."""
+        """Lengths at which decays end, in multiples of Chinchilla: 0.5, 1, 2 ... up to `chinchilla_multiple`."""
         return tuple(2.0**power for power in range(-1, int(math.log2(self.chinchilla_multiple)) + 1))
 
     def configure_target_batch_size(self, num_params: int) -> int:
-        # B = 327,680 (N / 108e6)^(2/3): Porian et al. 2024, in the form used by OLMo-core.
+        # B = 327,680 (N / 108e6)^(2/3) (Porian et al. 2024), in the form that OLMo-core uses.
         return round(_REFERENCE_BATCH * (num_params / _REFERENCE_PARAMS) ** (2 / 3))
 
     def configure_duration(self, num_params: int, batch_size: int) -> int:
         return batch_size * self._num_steps(num_params, batch_size, self.chinchilla_multiple)
 
     def learning_rate(self, num_params: int) -> float:
-        """Peak learning rate: half the rate of Porian et al., which OLMo-core found to be better."""
+        """Computes the peak learning rate: half the rate of Porian et al., which OLMo-core found to be better."""
         return _REFERENCE_RATE * (num_params / _REFERENCE_PARAMS) ** (-1 / 3) / 2 * self.lr_multiplier
 
     def periods(self, num_params: int, batch_size: int) -> tuple[Period, ...]:
-        """The periods of a run, in whole steps, with decays rounded up.
+        """Returns the periods of a run in whole steps. Decays are rounded up.
 
         Raises:
             UserError: if a period has no step before its decay.
@@ -162,16 +163,16 @@ class WSDSChinchillaRunConfigurator(RunConfigurator):
                     f"{num_params:,} parameters with a batch of {batch_size:,} tokens have {end - start} steps in the "
                     f"period up to {multiple:g}xC, too few for a decay; raise tokens_per_param or the size"
                 )
-            # Assumes that the rate is right at 1xC and falls with the square root of the length.
+            # Assumes that the rate is optimal at 1xC, and that the optimum is inversely proportional to sqrt(length).
             peak = 1 / math.sqrt(multiple) if self.stepped_schedule else 1.0
             periods.append(Period(multiple, start, end, decay, peak))
         return tuple(periods)
 
     def warmup(self, num_params: int, batch_size: int) -> int:
-        """Warm-up steps: one token for each parameter, rounded up.
+        """Returns the number of warm-up steps: one token per parameter, rounded up to whole steps.
 
         Raises:
-            UserError: if they do not fit into the first period.
+            UserError: if the warm-up does not fit into the first period.
         """
         steps, first = -(-num_params // batch_size), self.periods(num_params, batch_size)[0]
         if steps > first.pre_decay:
@@ -194,7 +195,7 @@ class WSDSChinchillaRunConfigurator(RunConfigurator):
         }
         if self.stepped_schedule:
             values["cycle_peaks"] = [period.peak for period in periods]
-        # Small batches have noisier gradients, so the second moment must average over more steps.
+        # Small batches have noisier gradients, so the second moment is averaged over more steps.
         if "beta2" in type(self.optimizer).model_fields and "beta2" not in self.optimizer.changed_fields:
             values["beta2"] = 0.95 if batch_size >= _LARGE_BATCH else 0.99
         return type(self.optimizer).model_validate(values)
@@ -208,9 +209,9 @@ class WSDSChinchillaRunConfigurator(RunConfigurator):
         return names
 
     def _num_steps(self, num_params: int, batch_size: int, multiple: float) -> int:
-        # Round down to whole tokens, then to the nearest step: the same order as in OLMo-core.
+        # Rounds down to whole tokens, then to the nearest step, in the same order as OLMo-core.
         return round(int(self.tokens_per_param * num_params * multiple) / batch_size)
 
 
-# Objects made in Python are complete; configuration files use the class listed here.
+# Objects made in Python need no type. Configuration files use the class listed here.
 AnyRunConfigurator = Annotated[WSDSChinchillaRunConfigurator, or_instance_of(RunConfigurator)]

@@ -1,4 +1,4 @@
-"""Rungs of a ladder: parameters, batch, name, directory and run configuration of each size."""
+"""Rungs of a ladder: number of parameters, batch, name, directory and run configuration of each size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lm_trainer.trackers.wandb import WandbConfig
 
 
 def vocab_size_of(ladder: LadderConfig) -> int:
-    """Number of rows of the token embedding.
+    """Returns the number of rows of the token embedding.
 
     Raises:
         UserError: if the tokenizer cannot be loaded.
@@ -29,14 +29,14 @@ def vocab_size_of(ladder: LadderConfig) -> int:
 
 @functools.cache
 def _vocab_size(tokenizer: Any) -> int:
-    # Cached: every figure of every size needs it, and loading a tokenizer takes seconds.
+    # Cached, because every figure of every size needs it, and loading a tokenizer takes seconds.
     if isinstance(tokenizer, Pretrained):
         return load_pretrained(tokenizer).vocab_size
     return tokenizer.vocab_size
 
 
 def model_config(ladder: LadderConfig, size_spec: str) -> DecoderConfig:
-    """The model of a size."""
+    """Returns the model configuration of a size."""
     return ladder.model_configurator.configure_model(
         size_spec=size_spec,
         sequence_length=ladder.sequence_length,
@@ -46,7 +46,7 @@ def model_config(ladder: LadderConfig, size_spec: str) -> DecoderConfig:
 
 
 def count_params(ladder: LadderConfig, size_spec: str, vocab_size: int | None = None) -> int:
-    """Number of parameters without the token embedding; an untied output layer counts, as in OLMo-core."""
+    """Counts the parameters without the token embedding. As in OLMo-core, an untied output layer counts."""
     vocab_size = vocab_size or vocab_size_of(ladder)
     spec = model_config(ladder, size_spec).spec(vocab_size)
     return parameter_count(spec) - vocab_size * spec.hidden_dim
@@ -55,26 +55,26 @@ def count_params(ladder: LadderConfig, size_spec: str, vocab_size: int | None = 
 def batch_shape(
     ladder: LadderConfig, size_spec: str, *, vocab_size: int | None = None, compat: Literal["olmo"] | None = None
 ) -> BatchShape:
-    """The batch of a size, with `compat="olmo"` as chosen by OLMo-core; raises as `olmo_batch`."""
+    """Returns the batch of a size. With `compat="olmo"`, as in OLMo-core, and raises the errors of `olmo_batch`."""
     num_params = count_params(ladder, size_spec, vocab_size)
     return olmo_batch(ladder, size_spec, num_params) if compat == "olmo" else elastic_batch(ladder, num_params)
 
 
 def run_name(ladder: LadderConfig, size_spec: str, seed: int | None = None) -> str:
-    """The size, followed by its seed unless it is the first seed."""
+    """Returns the name of a run: the size, followed by the seed unless it is the first seed."""
     ladder.model_configurator.check(size_spec)
     return size_spec if seed in (None, ladder.seed) else f"{size_spec}-seed{seed}"
 
 
 def run_folder(ladder: LadderConfig, size_spec: str, seed: int | None = None) -> Path:
-    """The directory of a run."""
+    """Returns the directory of a run."""
     return local_path(ladder.dir) / run_name(ladder, size_spec, seed)
 
 
 def run_config(
     ladder: LadderConfig, size_spec: str, seed: int | None = None, vocab_size: int | None = None
 ) -> RunConfig:
-    """The configuration of a run, which `lmt train` could run too."""
+    """Returns the configuration of a run, which `lmt train` could run as well."""
     num_params = count_params(ladder, size_spec, vocab_size)
     batch, _, shards, devices = elastic_batch(ladder, num_params)
     recipe, folder = ladder.run_configurator, run_folder(ladder, size_spec, seed)
@@ -84,7 +84,7 @@ def run_config(
         **ladder.trainer.checkpointer.model_dump(mode="json", include=ladder.trainer.checkpointer.changed_fields),
         "base_path": str(folder / "checkpoints"),
         "append_run_id_to_base_path": False,
-        # Rounding may put two checkpoints of a short run on one step.
+        # Rounding may put two checkpoints of a short run on the same step.
         "keep": [{"every": step, "until": step} for step in dict.fromkeys(steps)],
     }
     trainer = {

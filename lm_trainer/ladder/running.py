@@ -22,25 +22,26 @@ from lm_trainer.run.summary import Summary
 from lm_trainer.run.train import train
 from lm_trainer.trackers import Progress
 
-# Lists with one entry per period: a longer run only appends to them.
+# Lists with one entry per period. A longer run only appends to them.
 _GROWS = ("optimizer.cycles", "optimizer.decay", "optimizer.cycle_peaks")
 
 
 def run_rung(
     ladder: LadderConfig, size_spec: str, *, seed: int | None = None, progress: Progress | None = None
 ) -> Summary:
-    """Trains one size; resumes a stopped run, and extends the run of a shorter ladder.
+    """Trains one size. Resumes a run that was stopped, and extends a run of a shorter ladder.
 
-    WSD-S makes extending possible: the learning rates of both runs are identical until the end of the shorter one.
+    WSD-S makes this possible, because the learning rates of both runs are identical until the shorter run ends.
 
     Args:
         ladder: the ladder.
         size_spec: the size.
-        seed: seed of the run; by default the first.
+        seed: seed of the run; by default the first seed of the ladder.
         progress: receives the progress of the run.
 
     Raises:
-        UserError: if its directory holds the run of another ladder; and as `lm_trainer.run.train.train`.
+        UserError: if the directory contains a run of another ladder, or for the same reasons as in
+            `lm_trainer.run.train.train`.
     """
     config = run_config(ladder, size_spec, seed)
     longer = _is_longer(ladder, run_folder(ladder, size_spec, seed), config)
@@ -60,15 +61,15 @@ def _is_longer(ladder: LadderConfig, folder: Path, config: RunConfig) -> bool:
             + "\n  ".join(differences)
             + "\nSet dir of the ladder to a directory of its own, or undo these changes"
         )
-    # All remaining differences come from the longer length.
+    # All remaining differences result from the longer length.
     return bool(numeric_differences(identity, expected, config))
 
 
 def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """Lines that describe the differences between two run identities, apart from a longer length."""
+    """Describes the differences between two run identities, except those that result from a longer length."""
     pairs = [(_lookup(old, key), _lookup(new, key)) for key in _GROWS]
     steps = old["trainer"]["num_train_steps"], new["trainer"]["num_train_steps"]
-    # A list that changed while the length did not is another recipe, even with the same beginning.
+    # If a list changed but the length did not, the recipe differs, even if the lists begin with the same values.
     one_begins = all(_is_prefix(*pair) for pair in pairs)
     length = {"trainer.num_train_steps", *_GROWS} if one_begins and steps[0] != steps[1] else set()
     differences = numeric_differences(dict(old), dict(new), config)
@@ -83,14 +84,14 @@ def _lookup(identity: Mapping[str, Any], key: str) -> Any:
 def _is_prefix(a: list[float] | None, b: list[float] | None) -> bool:
     if a is None or b is None:
         return a is b
-    # Compare up to the end of the shorter list.
+    # Compared up to the end of the shorter list.
     return all(x == y for x, y in zip(a, b, strict=False))
 
 
 def benchmark_rung(
     ladder: LadderConfig, size_spec: str, *, seed: int | None = None, steps: int = 10, warmup: int = 3
 ) -> dict[str, Any]:
-    """Times the training step of a size, like `lmt bench mfu`; returns the report as plain data."""
+    """Times the training step of a size like `lmt bench mfu`. Returns the report as plain data."""
     with open_bench_session(run_config(ladder, size_spec, seed)) as session:
         probe = MatmulProbe(jax.devices()[: session.device_count], session.dtype)
         return measure_mfu(session, probe, samples=steps, warmup=warmup).as_dict()

@@ -1,4 +1,4 @@
-"""The sizes of OLMo-core's ladder, with its microbatch sizes and device counts."""
+"""Sizes of OLMo-core's ladder, with their microbatch sizes and numbers of devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ModelShape(NamedTuple):
 
 
 class TransformerSize(StrEnum):
-    """Named sizes in ascending order; the name is the approximate number of parameters without embeddings."""
+    """Named sizes in ascending order. The name is the approximate number of parameters without embeddings."""
 
     size_60M = "60M"
     size_100M = "100M"
@@ -56,15 +56,15 @@ _SHAPES = {
 }
 
 _MICROBATCH = {"100M": 4, "190M": 16, "370M": 12, "760M": 10, "1B": 8, "3B": 4, "13B": 2}
-"""Microbatch size of OLMo-core on an H100, in units of 4096 tokens, for sizes up to the key."""
+"""OLMo-core's microbatch size on an H100 in units of 4096 tokens, for model sizes up to the key."""
 _SEQUENCE_LENGTHS = (2048, 4096, 8192)
 
 
 def olmo_microbatch_size(size_spec: str, sequence_length: int, device_type: str) -> int:
-    """Tokens in a device's microbatch in OLMo-core, for one of its sizes.
+    """Returns the number of tokens in a device's microbatch in OLMo-core, for one of its sizes.
 
     Raises:
-        UserError: for a size, sequence length or device without a figure in OLMo-core.
+        UserError: if OLMo-core has no figure for the size, sequence length or device.
     """
     name = device_type.lower()
     # A B200 has about twice the memory of an H100, and OLMo-core doubles the microbatch.
@@ -76,11 +76,11 @@ def olmo_microbatch_size(size_spec: str, sequence_length: int, device_type: str)
             f"B200); set model_configurator.rank_microbatch_size"
         )
     params = TransformerSize(size_spec).approx_num_params
-    # The table goes up to 13B, the largest size, so one of its keys is large enough.
+    # The keys of the table include 13B, the largest size, so one of them is large enough.
     limit = next(name for name in _MICROBATCH if params <= TransformerSize(name).approx_num_params)
     return _MICROBATCH[limit] * 4096 * factor
 
 
 def olmo_minimal_devices(size_spec: str) -> int:
-    """The fewest devices for a size in OLMo-core."""
+    """Returns the minimum number of devices for a size in OLMo-core."""
     return 32 if size_spec == TransformerSize.size_13B else 8

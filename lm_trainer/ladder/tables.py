@@ -9,7 +9,7 @@ from lm_trainer.ladder.plan import RungPlan
 
 
 def plan_table(plans: Sequence[RungPlan]) -> str:
-    """One line for each size, and the sum."""
+    """Formats a table with one line per size and a line with the sum."""
     head = ["size", "body", "embedding", "total", "N", "tokens", "steps", "batch", "peak lr", "FLOPs", "GiB/device"]
     rows = [
         [
@@ -29,7 +29,7 @@ def plan_table(plans: Sequence[RungPlan]) -> str:
         ]
         for plan in plans
     ]
-    # All sizes are planned for the same device, so either all have hours or none has.
+    # All sizes are planned for the same kind of device, so either all have hours or none has.
     if plans[0].hours is not None:
         head.append("hours")
     if plans[0].cost is not None:
@@ -44,7 +44,7 @@ def plan_table(plans: Sequence[RungPlan]) -> str:
 
 
 def metrics_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The losses at every checkpoint."""
+    """Formats a table of the losses at every checkpoint."""
     losses = sorted({key for row in rows for key in row if key == "train/loss" or key.startswith("eval/")})
     head = ["size", "seed", "checkpoint", "step", "tokens", *losses]
     cells = [
@@ -62,7 +62,7 @@ def metrics_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligns the columns of a table: the first to the left, all others to the right."""
+    """Aligns the columns of a table. The first column is left-aligned, and all others are right-aligned."""
     widths = [max(len(line[column]) for line in (head, *rows)) for column in range(len(head))]
     # The first column is padded on its right.
     lines = [[cell.rjust(width) for cell, width in zip(line, widths, strict=True)] for line in (head, *rows)]
@@ -70,7 +70,7 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def format_number(number: float) -> str:
-    """Formats a number with four digits and a unit: 190.4M."""
+    """Formats a number with four significant digits and a suffix, such as 190.4M."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.4g}{unit}"

@@ -1,5 +1,5 @@
-"""Backpack language models (Hewitt et al. 2023): each token has several sense vectors, which depend only on the token.
-A GPT-2 backbone computes the weight of each sense, and the weighted sum predicts the next token.
+"""Backpack language models (Hewitt et al. 2023): each token has several sense vectors that depend only on the token. A
+GPT-2 backbone computes the weight of each sense, and the weighted sum predicts the next token.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class BackpackConfig(LearnedPositionsConfig):
-    """The Backpack family; the defaults are the small model of the paper. It has no Hugging Face format: what is
-    published there brings its own code.
+    """The Backpack family; the defaults are the small model of the paper. It has no Hugging Face format, because the
+    published models need their own code.
     """
 
     hf: ClassVar[NoHfFormat] = NoHfFormat(
@@ -29,15 +29,15 @@ class BackpackConfig(LearnedPositionsConfig):
     )
 
     type: Literal["backpack"] = "backpack"
-    """The family."""
+    """Name of the model family."""
     seq_len: int = Field(default=512, gt=0)
-    """The longest sequence, in tokens."""
+    """Maximum sequence length in tokens."""
     use_bias: bool = True
     """Adds biases to the linear layers and LayerNorm."""
     num_senses: int = Field(default=16, gt=0)
-    """Number of vectors that each token has; divides hidden_dim."""
+    """Number of sense vectors per token; must divide hidden_dim."""
     sense_intermediate_scale: int = Field(default=4, gt=0)
-    """Width of the MLP that makes them, in multiples of hidden_dim. The one before it has `mlp_scale`."""
+    """Width of the MLP that makes the sense vectors, in multiples of hidden_dim. The MLP before it has `mlp_scale`."""
 
     @model_validator(mode="after")
     def _check_senses_divide(self) -> Self:
@@ -52,7 +52,7 @@ class BackpackConfig(LearnedPositionsConfig):
         return SenseDecoder
 
     def spec(self, vocab_size: int) -> DecoderSpec:
-        # Senses are larger than the queries and keys that weigh them, which no other backend can do.
+        # Sense vectors are larger than the queries and keys, which no other attention backend supports.
         scores = replace(self.resolved_score_spec(), backend="xla")
         size = self.hidden_dim // self.num_senses
         senses = SenseSpec(

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from lm_trainer.nn.decoder import Decoder
 
 SCAN_ABOVE = 12
-"""Default of `scan_layers`: more layers than this run as a loop, because compile time of unrolled layers grows with the
-square of their number."""
+"""By default, models with more layers than this run them as a loop, because the compile time of unrolled layers grows
+with the square of their number."""
 
 
 _ACTIVATION_ALIASES = {"swish": "silu", "gelu_fast": "gelu_new"}
@@ -42,7 +42,7 @@ BackendName = Annotated[Backend, _alias_validator(_BACKEND_ALIASES)]
 
 
 class CheckpointPolicy(Config):
-    """Values inside a block to save for the backward pass, on the device or its host; all others are recomputed."""
+    """Values in a block to save for the backward pass, on the device or the host. All others are recomputed."""
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "save_inputs": "the parameters of a block are always there, and what enters it is `save_carries`; remove it",
@@ -53,17 +53,17 @@ class CheckpointPolicy(Config):
     disable: bool = False
     """Saves everything, as `gradient_checkpointing: false` does."""
     save_block_internals: bool | tuple[BlockInternal, ...] = False
-    """`true`: save everything; `false`: save none; or a list of the values to save: `attention` (output of attention)
+    """`true`: save all values; `false`: save none; or a list of the values to save: `attention` (output of attention)
     and `mlp` (output of the MLP)."""
     save_carries: Literal[True, "offload"] = True
-    """Memory that holds the input of each block: `true`: the device; `offload`: the host, which costs the time of two
-    copies."""
+    """Memory that holds the input of each block. `true`: device memory; `offload`: host memory, which takes the time of
+    two copies."""
     offload_block_internals: tuple[BlockInternal, ...] = ()
-    """Values to save in host memory as well; names as in `save_block_internals`, `true`: all of them."""
+    """Further values to save, in host memory. Names are as in `save_block_internals`; `true`: all of them."""
     nested: bool | Annotated[int, Field(gt=1)] = False
-    """Groups the layers and saves only the input of each group; the inputs of its layers are recomputed (one more
-    forward pass, and memory for about 2 sqrt(layers) block inputs). `true`: about sqrt(layers) groups; or the number of
-    groups. The layers must run as a loop (`scan_layers`)."""
+    """Groups the layers and saves only the input of each group. The inputs of the layers in a group are recomputed,
+    which takes one more forward pass, and memory for about 2 sqrt(layers) block inputs. A number sets the number of
+    groups; `true` means about sqrt(layers). The layers must run as a loop (`scan_layers`)."""
 
     @field_validator("offload_block_internals", mode="before")
     @classmethod
@@ -107,7 +107,7 @@ _AXES = {
     "Mlp": "spec(vocab_size).blocks[0].mlp.hidden_dim",
     "HeadSize": "spec(vocab_size).blocks[0].attention.head_dim",
 }
-"""Levanter's axis properties -> the setting or expression that gives the size here."""
+"""Maps Levanter's axis properties to the setting or expression that gives the size here."""
 
 _NAMED = {"offload": CheckpointPolicy(save_carries="offload"), "nested": CheckpointPolicy(nested=True)}
 
@@ -133,61 +133,63 @@ class DecoderConfig(Config):
     }
 
     type: str
-    """The family."""
+    """Name of the model family."""
     seq_len: int = Field(default=1024, gt=0)
-    """The longest sequence, in tokens."""
+    """Maximum sequence length in tokens."""
     num_layers: int = Field(default=12, gt=0)
     """Number of blocks."""
     reference_checkpoint: LocalPathOrHubName | None = None
-    """Source of the weights for `initialize_from_hf: true`: a directory, or a name on the hub. Unset: the family's
-    best-known checkpoint, if it has one."""
+    """Source of the weights for `initialize_from_hf: true`: a directory, or the name of a model on the hub. Unset: the
+    family's best-known checkpoint, if there is one."""
     gradient_checkpointing: (
         bool | Literal["full", "recompute", "save_all", "dots", "dots_no_batch", "offload", "nested"] | CheckpointPolicy
     ) = True
-    """Values to recompute in the backward pass instead of saving them: `true`, `full` or `recompute`: everything inside
-    a block (least memory, about a third more computation); `dots`: everything except the results of matrix products;
+    """Values that are recomputed in the backward pass instead of being saved: `true`, `full` or `recompute`: everything
+    inside a block (least memory, about a third more computation); `dots`: everything except the results of matrix
+    products;
     `dots_no_batch`: everything except the results of matrix products with weights, so attention scores are not saved;
     `false` or `save_all`: none; `offload`: everything, with the inputs of blocks saved in host memory; `nested`:
     everything, and most of the inputs of blocks as well; or a mapping of the values to save."""
     scan_layers: bool | None = None
-    """Runs the layers as one compiled loop (compiles fast, runs a few percent slower); false: unrolled. Unset: as a
-    loop when the model has more than 12 layers, or `gradient_checkpointing` groups them. Both have the same parameters,
-    and results equal up to rounding."""
+    """Runs the layers as one compiled loop, which compiles fast and runs a few percent slower; false: unrolled. Unset:
+    as a loop if the model has more than 12 layers, or if `gradient_checkpointing` groups them. Both have the same
+    parameters, and their results are equal up to rounding."""
     cross_entropy_block_size: int | None = Field(default=None, gt=0)
-    """Number of tokens per block of the output layer. Unset: all tokens in one block, so batch x sequence x vocabulary
-    logits are held at once. Blocks of 512 and more are as fast and need less memory."""
+    """Number of tokens per block of the output layer. Unset: all tokens in one block, so that all batch x sequence x
+    vocabulary logits are in memory at once. Blocks of 512 or more tokens are as fast, and need less memory."""
     attn_backend: BackendName | None = None
     """Implementation of attention: `xla`; `cudnn` (NVIDIA GPUs under bfloat16 or float16); `splash` (TPUs, sequences of
     a multiple of 128); `ring` (devices that share a row by `trainer.context_axis_size` pass blocks of keys around; the
     other backends gather all keys). A backend is refused if it cannot run the model. `auto`: the platform's own backend
-    where it can run the model, else xla; ring where gathered keys would take more than 8 GiB on a device. The log says
-    which one was chosen and why. If a backend cannot decode with a cache, xla generates text. Unset: auto."""
+    if it can run the model, otherwise xla; ring if gathered keys would take more than 8 GiB on a device. The log shows
+    the chosen backend and the reason. If a backend cannot decode with a cache, generation uses xla. Unset: auto."""
     flash_attention_block_size: int | None = Field(default=None, gt=0)
     """Number of queries that attention processes together. Their scores are recomputed in the backward pass, so no
-    sequence x sequence scores are saved. Unset: all queries, and scores are saved. The results are the same. With
-    splash, which never saves scores: the size of its blocks, a multiple of 128 that divides the sequence; unset: the
-    largest up to 512. The same applies to ring, where it divides half of a device's positions."""
+    sequence x sequence scores are saved. Unset: all queries together, with saved scores. The results are the same.
+    splash never saves scores; there this is the block size, a multiple of 128 that divides the sequence (unset: the
+    largest such number up to 512). The same applies to ring, where the block size divides half of a device's
+    positions."""
     upcast_attn: bool = False
     """Computes attention scores in float32 under mixed precision; the softmax is always float32."""
 
     @abstractmethod
     def spec(self, vocab_size: int) -> DecoderSpec:
-        """Describes the model as data."""
+        """Returns the description of the model as data."""
 
     @classmethod
     def module(cls) -> type[Decoder]:
-        """The class to build from the spec; a family with different wiring returns a subclass."""
+        """Returns the class that is built from the spec. A family with a different architecture returns a subclass."""
         from lm_trainer.nn.decoder import Decoder
 
         return Decoder
 
     def build(self, vocab_size: int, *, rngs: nnx.Rngs | None = None, key: jax.Array | None = None) -> Decoder:
-        """Builds the model with fresh parameters. Call it under `jax.jit` or `nnx.eval_shape`.
+        """Builds the model with newly initialised parameters. Call this method under `jax.jit` or `nnx.eval_shape`.
 
         Args:
-            vocab_size: rows of the token embedding.
+            vocab_size: number of rows of the token embedding.
             rngs: random streams for the initial weights.
-            key: short for `rngs=nnx.Rngs(key)`.
+            key: shorthand for `rngs=nnx.Rngs(key)`.
 
         Raises:
             ValueError: unless exactly one of `rngs` and `key` is given.
@@ -199,33 +201,33 @@ class DecoderConfig(Config):
         return self.module()(self.spec(vocab_size), rngs=rngs or nnx.Rngs(key))
 
     def flops_per_token(self, vocab_size: int, context_length: int | None = None) -> int:
-        """Forward-pass FLOPs per token in sequences of `context_length` tokens, by default `seq_len`."""
+        """Computes the forward-pass FLOPs per token in sequences of `context_length` tokens (default: `seq_len`)."""
         return flops_per_token(self.spec(vocab_size), context_length or self.seq_len).forward
 
     def total_trainable_params(self, vocab_size: int) -> int:
-        """Number of parameters; a head tied to the token embedding counts once."""
+        """Counts the parameters. A head that is tied to the token embedding counts once."""
         return parameter_count(self.spec(vocab_size))
 
     def preprocessor_to_hf(self) -> dict[str, Any] | None:
-        """Content of preprocessor_config.json, which describes feature extraction; None for text models."""
+        """Returns the content of preprocessor_config.json, which describes feature extraction; None for text models."""
         return None
 
     @property
     def features_shape(self) -> tuple[int, int] | None:
-        """Frames per row and features per frame; None for text-only models."""
+        """Number of frames per row and of features per frame; None for text-only models."""
         return None
 
     def with_generation(self, raw: Mapping[str, Any]) -> Self:
-        """Returns these settings with the ones of a generation_config.json; most families ignore it."""
+        """Returns these settings, updated with those in a generation_config.json. Most families ignore that file."""
         del raw
         return self
 
     def generation_to_hf(self, plain: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Content of generation_config.json, from the content for a text model."""
+        """Returns the content of generation_config.json, given the content for a text model."""
         return plain
 
     def describe_difference_from_hf(self) -> str | None:
-        """Describes the sequences for which transformers computes a different result; None if it always agrees."""
+        """Describes the sequences for which transformers computes a different result; None if there are none."""
         return None
 
     @classmethod
@@ -233,7 +235,7 @@ class DecoderConfig(Config):
         """Returns `hf` if the family has a format.
 
         Raises:
-            UserError: if it has none, with the reason.
+            UserError: if the family has no format, with the reason.
         """
         if isinstance(cls.hf, NoHfFormat):
             name = cls.model_fields["type"].default
@@ -265,19 +267,19 @@ class DecoderConfig(Config):
     def remat_groups(self) -> int:
         """Number of layer groups for `DecoderSpec`; 0: no groups."""
         nested = False if self._policy is None else self._policy.nested
-        # sqrt(layers) groups save the fewest arrays: the input of each group, and of each layer of one group (Chen et
-        # al. 2016, arXiv 1604.06174).
+        # With sqrt(layers) groups, the fewest arrays are saved: the input of each group, and of each layer of one group
+        # (Chen et al. 2016, arXiv 1604.06174).
         return round(math.sqrt(self.num_layers)) if nested is True else int(nested)
 
     @property
     def scan(self) -> bool:
-        """`scan_layers` with its default resolved."""
+        """Value of `scan_layers`, or its default if it is unset."""
         if self.scan_layers is not None:
             return self.scan_layers
         return self.num_layers > SCAN_ABOVE or (self._policy is not None and bool(self._policy.nested))
 
     def score_spec(self, scale: float | None = None, *, dropout: float = 0.0) -> ScoreSpec:
-        """Returns the `ScoreSpec` of these settings; `scale` and `dropout` are its fields."""
+        """Returns the `ScoreSpec` of these settings, with the given `scale` and `dropout`."""
         return ScoreSpec(
             scale=scale,
             dropout=dropout,

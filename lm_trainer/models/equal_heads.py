@@ -1,4 +1,4 @@
-"""Settings of families whose heads split the hidden dimension equally, each with its own keys and values."""
+"""Settings of families whose heads split the hidden dimension equally, and each have their own keys and values."""
 
 from typing import Self
 
@@ -12,18 +12,18 @@ class EqualHeadsConfig(DecoderConfig):
     """Settings of a decoder with heads of size hidden_dim / num_heads, and with dropout."""
 
     hidden_dim: int = Field(default=768, gt=0)
-    """Width of the residual stream; a multiple of num_heads."""
+    """Width of the residual stream; must be a multiple of num_heads."""
     num_heads: int = Field(default=12, gt=0)
-    """Attention heads, each of size hidden_dim / num_heads."""
+    """Number of attention heads, each of size hidden_dim / num_heads."""
     initializer_range: float = Field(default=0.02, ge=0)
     """Standard deviation of the initial weights. Weights that write to the residual stream are initialised with this
     divided by sqrt(2 * num_layers)."""
     layer_norm_epsilon: float = Field(default=1e-5, gt=0)
-    """Added to the variance in LayerNorm."""
+    """Epsilon that is added to the variance in LayerNorm."""
     resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on the outputs of attention and MLP, before they are added to the residual stream."""
+    """Dropout rate of the outputs of attention and MLP, before they are added to the residual stream."""
     attn_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout of the attention probabilities."""
+    """Dropout rate of the attention probabilities."""
 
     @model_validator(mode="after")
     def _check_heads_divide(self) -> Self:
@@ -33,7 +33,7 @@ class EqualHeadsConfig(DecoderConfig):
 
     @property
     def head_size(self) -> int:
-        """Dimensions of each head."""
+        """Number of dimensions per head."""
         return self.hidden_dim // self.num_heads
 
     def decoder_spec(
@@ -45,7 +45,7 @@ class EqualHeadsConfig(DecoderConfig):
         embedding: EmbeddingSpec | None = None,
         tied: bool = True,
     ) -> DecoderSpec:
-        """Builds the full model of `num_layers` equal blocks; `norm` is applied after the last one."""
+        """Builds the spec of a model with `num_layers` equal blocks, and `norm` after the last block."""
         return DecoderSpec(
             vocab_size=vocab_size,
             hidden_dim=self.hidden_dim,

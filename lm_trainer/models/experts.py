@@ -15,12 +15,12 @@ class ExpertsConfig(RotaryConfig):
     n_routed_experts: int = Field(default=8, gt=0)
     """Number of experts in each layer."""
     num_experts_per_tok: int = Field(default=2, gt=0)
-    """Number of experts that compute each token."""
+    """Number of experts that process each token."""
     lbl_coef: float = Field(default=0.01, ge=0)
-    """Weight of the load-balancing loss of the experts; 0: none. It affects only the gradient: the reported loss is the
-    token loss."""
+    """Weight of the experts' load-balancing loss; 0: no such loss. It affects only the gradient, and is not part of the
+    reported loss."""
     rzl_coef: float = Field(default=0.001, ge=0)
-    """Weight of the loss for large router logits (z-loss); 0: none. It affects only the gradient."""
+    """Weight of the z-loss, which penalises large router logits; 0: no such loss. It affects only the gradient."""
 
     @model_validator(mode="after")
     def _check_enough_experts(self) -> "ExpertsConfig":
@@ -31,7 +31,7 @@ class ExpertsConfig(RotaryConfig):
         return self
 
     def moe_spec(self, width: int, *, renormalize: bool = True) -> MoeSpec:
-        """Builds the mixture of a layer; `width` is the width of one expert."""
+        """Builds the spec of a layer's mixture of experts. `width` is the width of one expert."""
         return MoeSpec(
             hidden_dim=width,
             num_experts=self.n_routed_experts,
@@ -44,8 +44,9 @@ class ExpertsConfig(RotaryConfig):
 
 
 def expert_tensors(router: str, names: Mapping[str, str]) -> tuple[HfTensor, ...]:
-    """Router and experts of a layer; `names` maps gate, up and down to their names in the file, with `{expert}`."""
-    # In the file: linear layers with outputs before inputs, one per expert. Here: one array with an `experts` axis.
+    """Lists router and experts of a layer. `names` maps gate, up and down to their names in the file (`{expert}`)."""
+    # The file has one linear layer per expert, with outputs before inputs. Here there is one array with an `experts`
+    # axis.
     return (
         HfTensor(f"{router}.weight", (f"{BLOCK}.mlp.router",), transposed=True),
         *(HfTensor(f"{hf}.weight", (f"{BLOCK}.mlp.{name}",), transposed=True) for name, hf in names.items()),

@@ -31,7 +31,7 @@ from lm_trainer.models.rotary import (
 )
 from lm_trainer.nn.spec import BlockSpec, DecoderSpec, EmbeddingSpec, NormSpec, QkNormSpec, RopeSpec
 
-# `post_attention_layernorm` is the norm after attention here; in Llama's files it is the one before the MLP.
+# `post_attention_layernorm` is the norm after attention here. In Llama's files it is the norm before the MLP.
 _FOUR_NORMS = layer_norm_tensors(
     attention_pre_norm="input_layernorm",
     attention_post_norm="post_attention_layernorm",
@@ -42,7 +42,7 @@ _FIXED = {"attention_bias": False, "use_bidirectional_attention": False}
 _INERT = {"attention_dropout": 0.0}
 _SHARED = {"hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 8192, "tie_word_embeddings": True}
 _LEGACY_GELU = {"gelu": "gelu_new"}
-"""The first Gemma files say gelu but mean its tanh approximation; transformers reads them so."""
+"""The first Gemma files contain gelu but mean its tanh approximation, as in transformers."""
 _CAPS = (
     HfField("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
     HfField("sliding_window", "sliding_window", 4096),
@@ -50,21 +50,22 @@ _CAPS = (
 
 
 class _GemmaConfig(RotaryConfig):
-    """Settings shared by all generations."""
+    """Settings that all generations of Gemma share."""
 
     seq_len: int = Field(default=8192, gt=0)
-    """The longest sequence, in tokens."""
+    """Maximum sequence length in tokens."""
     head_dim: int | None = Field(default=256, gt=0, multiple_of=2)
-    """Size of a head. `null`: hidden_dim / num_heads."""
+    """Number of dimensions per head. `null`: hidden_dim / num_heads."""
     activation_function: ActivationName = "gelu_new"
     """Activation of the MLP's gate: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh."""
     layer_norm_epsilon: float = Field(default=1e-6, gt=0)
-    """Added to the mean square in the norms."""
+    """Epsilon that is added to the mean square in the norms."""
     tie_word_embeddings: bool = True
-    """Gives the output layer the weights of the token embedding."""
+    """Ties the weights of the output layer to the token embedding."""
 
     def norm_spec(self) -> NormSpec:
-        # Files store gains minus 1, and so do our parameters: conversion adds and subtracts no constant.
+        # Both the files and our parameters store gains minus 1, so no constant is added or subtracted in the
+        # conversion.
         return replace(super().norm_spec(), unit_offset=True)
 
     def embedding_spec(self) -> EmbeddingSpec:
@@ -104,7 +105,7 @@ class GemmaConfig(_GemmaConfig):
     )
 
     type: Literal["gemma"] = "gemma"
-    """The family."""
+    """Name of the model family."""
     hidden_dim: int = Field(default=3072, gt=0)
     """Width of the residual stream."""
     intermediate_dim: int = Field(default=24576, gt=0)
@@ -112,9 +113,9 @@ class GemmaConfig(_GemmaConfig):
     num_layers: int = Field(default=28, gt=0)
     """Number of blocks."""
     num_heads: int = Field(default=16, gt=0)
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: int = Field(default=16, gt=0)
-    """Key and value heads, each for num_heads / num_kv_heads query heads."""
+    """Number of key and value heads, each shared by num_heads / num_kv_heads query heads."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         block = BlockSpec(self.attention_spec(), self.mlp_spec(), pre_norm=self.norm_spec())
@@ -128,7 +129,7 @@ def _from_hf(hf: Mapping[str, Any], pattern: int) -> dict[str, Any]:
 def _gemma2_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "rope": rope_from_hf(hf),
-        # Null in the file means no cap; an absent key means the default.
+        # A null in the file means no cap, and an absent key means the default.
         "attn_logit_softcapping": hf.get("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": hf.get("final_logit_softcapping", 30.0),
         **_from_hf(hf, 2),
@@ -165,7 +166,7 @@ def _gemma3_to_hf(config: "Gemma3Config") -> dict[str, Any]:
 
 
 class _WindowedGemmaConfig(_GemmaConfig):
-    """Settings shared by the second and third generation."""
+    """Settings that the second and third generation of Gemma share."""
 
     hidden_dim: int = Field(default=2304, gt=0)
     """Width of the residual stream."""
@@ -174,27 +175,27 @@ class _WindowedGemmaConfig(_GemmaConfig):
     num_layers: int = Field(default=26, gt=0)
     """Number of blocks."""
     num_heads: int = Field(default=8, gt=0)
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: int = Field(default=4, gt=0)
-    """Key and value heads, each for num_heads / num_kv_heads query heads."""
+    """Number of key and value heads, each shared by num_heads / num_kv_heads query heads."""
     query_pre_attn_scalar: int = Field(default=256, gt=0)
-    """Attention scores are divided by the square root of this."""
+    """Attention scores are divided by the square root of this number."""
     final_logit_softcapping: float | None = Field(default=None, gt=0)
-    """Bounds the logits l to c * tanh(l / c); `null`: no bound."""
+    """The cap c that bounds the logits l to c * tanh(l / c); `null`: no bound."""
     sliding_window: int = Field(default=4096, gt=0)
-    """Number of positions visible to a layer with a window, including the current one."""
+    """Number of positions that a layer with a window can see, including the current one."""
     sliding_window_pattern: int = Field(default=6, gt=0)
-    """Every n-th layer attends to all positions; the others have a window."""
+    """Every n-th layer attends to all positions. The other layers have a window."""
 
     def block_spec(self, softcap: float | None = None) -> BlockSpec:
-        """A layer with full attention; `softcap` bounds its scores."""
-        # Not the head size: the two differ in some sizes of Gemma 2.
+        """Builds the spec of a layer with full attention, whose scores are bounded by `softcap`."""
+        # This is not the head size, which is different in some sizes of Gemma 2.
         scores = replace(self.score_spec(self.query_pre_attn_scalar**-0.5), softcap=softcap)
         attention = replace(self.attention_spec(), scores=scores)
         return BlockSpec(attention, self.mlp_spec(), pre_norm=self.norm_spec(), post_norm=self.norm_spec())
 
     def alternating_decoder_spec(self, vocab_size: int, full: BlockSpec, local: BlockSpec) -> DecoderSpec:
-        """Builds the model from both kinds of layers; `local` gets the window."""
+        """Builds the spec of a model with both kinds of layers. `local` gets the window."""
         local = replace(local, attention=replace(local.attention, window=self.sliding_window))
         kinds = layer_types(self.num_layers, self.sliding_window_pattern)
         blocks = tuple(full if kind == "full_attention" else local for kind in kinds)
@@ -210,7 +211,7 @@ _WINDOWED = {
     "num_hidden_layers": 26,
     "num_attention_heads": 8,
 }
-# Files of these generations use this name for the activation.
+# Name of the activation in files of these generations.
 _WINDOWED["hidden_activation"] = _WINDOWED.pop("hidden_act")
 
 
@@ -233,13 +234,13 @@ class Gemma2Config(_WindowedGemmaConfig):
     )
 
     type: Literal["gemma2"] = "gemma2"
-    """The family."""
+    """Name of the model family."""
     attn_logit_softcapping: float | None = Field(default=50.0, gt=0)
-    """Bounds attention scores s to c * tanh(s / c); `null`: no bound."""
+    """The cap c that bounds attention scores s to c * tanh(s / c); `null`: no bound."""
     final_logit_softcapping: float | None = Field(default=30.0, gt=0)
-    """Bounds the logits l to c * tanh(l / c); `null`: no bound."""
+    """The cap c that bounds the logits l to c * tanh(l / c); `null`: no bound."""
     sliding_window_pattern: int = Field(default=2, gt=0)
-    """Every n-th layer attends to all positions; the others have a window."""
+    """Every n-th layer attends to all positions. The other layers have a window."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         block = self.block_spec(self.attn_logit_softcapping)
@@ -260,7 +261,7 @@ class Gemma3Config(_WindowedGemmaConfig):
         tensors=(*EMBEDDING, HEAD, *_FOUR_NORMS, *ATTENTION, *QK_NORM, *MLP),
         prefix="model.",
         unprefixed=(HEAD.hf,),
-        # Gemma 3 inherits this field from Gemma 2, but normalizes queries and keys instead.
+        # Gemma 3 inherits this field from Gemma 2, but normalizes queries and keys instead of capping scores.
         fixed={**_FIXED, "attn_logit_softcapping": None},
         inert=_INERT,
         computed_from_hf=_gemma3_from_hf,
@@ -269,13 +270,13 @@ class Gemma3Config(_WindowedGemmaConfig):
     )
 
     type: Literal["gemma3"] = "gemma3"
-    """The family."""
+    """Name of the model family."""
     seq_len: int = Field(default=131072, gt=0)
-    """The longest sequence, in tokens."""
+    """Maximum sequence length in tokens."""
     rope: AnyRope = DefaultRope(theta=1_000_000.0)
-    """Rotary positions of the layers with full attention."""
+    """Rotary position embedding of the layers with full attention."""
     rope_local_base_freq: float = Field(default=10_000.0, gt=1)
-    """Theta of the layers with a window; their positions are never scaled."""
+    """RoPE theta of the layers with a window. Their positions are never scaled."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         block = self.block_spec()

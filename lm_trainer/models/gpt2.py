@@ -12,7 +12,7 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     inner, width = hf.get("n_inner"), hf.get("n_embd", 768)
     if inner is not None and inner % width:
         raise ValueError(f"n_inner={inner} is not supported, only multiples of n_embd={width} are")
-    # transformers writes null for four times the width.
+    # transformers writes null if the MLP is four times as wide as the model.
     return {"mlp_scale": 4 if inner is None else inner // width}
 
 
@@ -54,8 +54,8 @@ _HF = HfFamily(
         HfTensor("h.{}.ln_1.bias", ("blocks.{}.attention_pre_norm.bias",)),
         HfTensor("h.{}.ln_2.weight", ("blocks.{}.mlp_pre_norm.scale",)),
         HfTensor("h.{}.ln_2.bias", ("blocks.{}.mlp_pre_norm.bias",)),
-        # These layers are `Conv1D` in transformers, with inputs before outputs as here, so they are not transposed.
-        # `c_attn` concatenates queries, keys and values.
+        # These layers are `Conv1D` in transformers. They have inputs before outputs, as here, so they are not
+        # transposed. `c_attn` concatenates queries, keys and values.
         *(
             HfTensor(f"h.{{}}.{hf}.{kind}", tuple(f"blocks.{{}}.{name}.{kind}" for name in params))
             for hf, params in {
@@ -83,7 +83,7 @@ class Gpt2Config(LearnedPositionsConfig):
     hf: ClassVar[HfFamily] = _HF
 
     type: Literal["gpt2"] = "gpt2"
-    """The family."""
+    """Name of the model family."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         return self.backbone_spec(vocab_size)

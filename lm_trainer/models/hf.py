@@ -1,4 +1,4 @@
-"""Conversion of models to and from Hugging Face's format: the content of config.json, and the tensors."""
+"""Conversion of models to and from the Hugging Face format: the content of config.json, and the tensors."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ from lm_trainer.nn.init import LOGICAL_AXES
 def config_from_hf(hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     """Reads the model configuration and the vocabulary size from the content of a config.json.
 
-    Reads files of transformers 4 and 5. Settings that affect how a model runs but not its results keep our defaults.
+    Reads files written by transformers 4 and 5. Settings that affect how a model runs, but not its results, keep our
+    defaults.
 
     Raises:
-        UserError: for an unknown family, or a setting with no counterpart here.
+        UserError: for an unknown family, or a setting that has no counterpart here.
     """
-    # Families without a format are included, so their files are refused with the reason.
+    # Families without a format are included, so that their files are refused with the reason.
     families = {config.hf.model_type: config for config in MODEL_CONFIGS}
     config_class = families.get(str(hf.get("model_type")))
     if config_class is None:
@@ -46,13 +47,13 @@ def config_from_hf(hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     family = config_class.hf_family()
     fields = settings_from_hf(family, hf)
     vocab_size = hf.get("vocab_size")
-    # A bool is an int in Python, but not a number in JSON.
+    # In Python a bool is an int, but in JSON it is not a number.
     if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or vocab_size < 1:
         raise UserError(f"config.json: vocab_size={vocab_size!r} is not a positive number")
     try:
         return config_class(**fields), vocab_size
     except ValidationError as error:
-        # Users have the file in front of them, so messages use its names and not ours.
+        # Messages use the names in the file, which users have in front of them.
         names = {entry.setting: entry.hf for entry in family.fields}
         lines = [
             ".".join(names.get(str(key), str(key)) for key in problem["loc"]) + f": {problem['msg']}"
@@ -75,7 +76,7 @@ def config_to_hf(
         "vocab_size": vocab_size,
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
-        # Some families default to a token of their original vocabulary, which this one may not have.
+        # The default of some families is a token of their original vocabulary, which this vocabulary may not have.
         "pad_token_id": config.get("pad_token_id"),
     }
 
@@ -83,7 +84,7 @@ def config_to_hf(
 def params_from_hf(model_config: DecoderConfig, vocab_size: int, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Returns the parameters as nested dicts of NumPy arrays, with exactly the file's values and dtype.
 
-    `tensors` may load lazily: each one is read once, or twice where a file repeats a tied tensor.
+    `tensors` may load lazily. Each tensor is read once, or twice if a file repeats a tied tensor.
 
     Raises:
         UserError: for missing, unknown and misshapen tensors, naming them.
@@ -96,18 +97,18 @@ def params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict
     """Returns the tensors of a file, C-contiguous, in the dtype of `params`; the inverse of `params_from_hf`.
 
     Raises:
-        UserError: as `pending_params_to_hf`.
+        UserError: for the same reasons as in `pending_params_to_hf`.
     """
     return {name: np.asarray(tensor) for name, tensor in pending_params_to_hf(model_config, params).items()}
 
 
 def pending_params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, PendingTensor]:
-    """Like `params_to_hf`, but each tensor is made when NumPy requests it, so no memory is allocated.
+    """Returns the same as `params_to_hf`, but assembles each tensor only when NumPy requests it; allocates no memory.
 
     Raises:
-        UserError: for a setting that the format cannot express, or parameters of another configuration.
+        UserError: for a setting that the format cannot express, or parameters that do not fit the configuration.
     """
-    # Called for its errors: a setting that the format cannot express must not be lost silently.
+    # Called for its errors, because a setting that the format cannot express must not be lost silently.
     settings_to_hf(model_config.hf_family(), model_config)
     named = named_leaves(params)
     vocab_size = named["embed.tokens"].shape[0]
@@ -122,7 +123,7 @@ def pending_params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any])
 
 def check_writable(model_config: DecoderConfig) -> None:
     """Raises `UserError` if the format cannot express a setting or a parameter of the model."""
-    # One token is enough: no table depends on the vocabulary size.
+    # One token is enough, because no table depends on the vocabulary size.
     family, vocab_size = model_config.hf_family(), 1
     settings_to_hf(family, model_config)
     leaves = param_infos(model_config, vocab_size)
@@ -136,12 +137,12 @@ def _check_mapped(family: HfFamily, leaves: Mapping[str, ParamInfo], mapped: Col
 
 
 class ReadPlan(NamedTuple):
-    """The tensors of a file from which each parameter is read."""
+    """Plan for reading each parameter from the tensors of a file."""
 
     pieces: dict[str, list[SourceSlice]]
-    """Slices by dotted name of the parameter."""
+    """Slices of the tensors by dotted name of the parameter."""
     repeated: dict[str, str]
-    """Tensors of the file that must equal another one, because this model has a single parameter for both."""
+    """Tensors of the file that must equal another tensor, because this model has a single parameter for both."""
 
 
 def plan_reading(
@@ -151,9 +152,9 @@ def plan_reading(
 
     Args:
         model_config: the model.
-        vocab_size: rows of its embedding.
+        vocab_size: number of rows of the model's embedding.
         shapes: shapes of the tensors of the file.
-        files: file of each tensor, for messages.
+        files: file of each tensor, shown in messages.
 
     Raises:
         UserError: for missing, unknown and misshapen tensors, naming them.

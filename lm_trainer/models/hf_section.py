@@ -1,4 +1,4 @@
-"""Model section of a configuration compared or merged with the config.json of a checkpoint."""
+"""Comparison and merging of the model section of a configuration with the config.json of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lm_trainer.models.base import DecoderConfig
 def adopt_hf_config(
     section: DecoderConfig, written_keys: Collection[str], hf_config: DecoderConfig, vocab_size: int
 ) -> DecoderConfig:
-    """Returns the model of config.json, with the settings of the section that config.json lacks.
+    """Returns the model that config.json describes, with settings that config.json lacks taken from the section.
 
     Args:
         section: the model section.
-        written_keys: the keys written in it.
+        written_keys: the keys that the user wrote in the section.
         hf_config: the model described by config.json.
         vocab_size: vocabulary size of the checkpoint.
 
     Raises:
-        UserError: naming every key that contradicts config.json.
+        UserError: if keys contradict config.json; names all of them.
     """
     if not written_keys:
         return hf_config
@@ -52,11 +52,11 @@ def adopt_hf_config(
 def compare_with_hf_config(
     section: DecoderConfig, written_keys: Collection[str], hf_config: DecoderConfig, vocab_size: int
 ) -> list[str]:
-    """Lists the keys that the user set to another value than config.json has; one text for each key.
+    """Lists the keys that the user set to a value that differs from config.json; one text per key.
 
     Raises:
-        UserError: for another family, and for unwritten keys that differ, since their defaults would change the results
-            of the checkpoint.
+        UserError: if the family differs, or a key that the user did not write differs, because its default would change
+            the results of the checkpoint.
     """
     if type(section) is not type(hf_config):
         raise UserError(
@@ -81,16 +81,16 @@ def compare_with_hf_config(
 def _find_differences(
     section: DecoderConfig, hf_config: DecoderConfig, vocab_size: int
 ) -> Iterator[tuple[str, str, str]]:
-    """Yields the keys of config.json that would change the model's results, each with our value and the file's."""
+    """Yields the keys whose values would change the model's results, with our value and the value in config.json."""
     spec = hf_config.spec(vocab_size)
     for key in sorted(hf_config.model_fields_set - _OF_TRAINING):
         value, hf_value = getattr(section, key), getattr(hf_config, key)
         if value == hf_value:
             continue
-        # Equal specs compute the same: a default that is written out, for example, is no difference.
+        # Equal specs compute the same. For example, a default that is written out is not a difference.
         try:
             equal = type(hf_config).model_validate({**hf_config.model_dump(), key: value}).spec(vocab_size) == spec
-        # The single key may contradict other keys of the file.
+        # A single key may contradict other keys of the file.
         except ValidationError:
             equal = False
         if not equal:
@@ -100,7 +100,7 @@ def _find_differences(
 def _format_value(value: Any) -> str:
     if isinstance(value, Config):
         plain = value.model_dump(mode="json")
-        # The type first, as users write it.
+        # The type comes first, as users write it.
         value = {**({"type": plain["type"]} if "type" in plain else {}), **plain}
     return str(value)
 
@@ -108,9 +108,9 @@ def _format_value(value: Any) -> str:
 _OF_TRAINING = frozenset(
     {"initializer_range", "embed_pdrop", "resid_pdrop", "attn_pdrop", "upcast_attn", "lbl_coef", "rzl_coef"}
 )
-"""Keys that do not change the results of a trained model."""
+"""Keys that do not affect the results of a trained model."""
 
 
 def allows_any_length(config: DecoderConfig, vocab_size: int) -> bool:
-    """Returns true if rows may be of any length, because no parameter of the checkpoint has a row per position."""
+    """Returns True if rows may have any length, because no parameter of the checkpoint has a row per position."""
     return not config.spec(vocab_size).embedding.learned_positions

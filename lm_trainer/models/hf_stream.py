@@ -1,7 +1,7 @@
-"""Sliced reading of parameters: finds the regions of a file's tensors that make up a block of a parameter.
+"""Reads blocks of parameters: finds the regions of a file's tensors that make up a block of a parameter.
 
-A block has one slice, with start and stop, for each dimension of a parameter, or of the part of it that is one tensor
-in the file. A region is the same for a tensor of the file.
+A block is one slice, with start and stop, per dimension of a parameter, or of the part of a parameter that is one
+tensor in the file. A region is one slice per dimension of a tensor in the file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ReadRegion = Callable[[str, Slices], np.ndarray]
 
 
 class SourceSlice(NamedTuple):
-    """One part of a tensor of the file, and its position in the parameter."""
+    """One part of a tensor in the file, and its position in the parameter."""
 
     tensor: str
     """Name of the tensor in the file."""
@@ -29,7 +29,7 @@ class SourceSlice(NamedTuple):
 
     @property
     def index(self) -> tuple[int, ...]:
-        """Layer and expert, if the parameter has these axes."""
+        """Indices of the layer and the expert, if the parameter has these axes."""
         return self.entry.parts[self.position].index
 
     @property
@@ -44,26 +44,26 @@ class SourceSlice(NamedTuple):
 
     @property
     def outermost_dim(self) -> int:
-        """Our dimension that is outermost in the file: a block that is thin along it is one contiguous range."""
+        """Dimension here that is outermost in the file, where a block that is thin along it is one contiguous range."""
         if not self.entry.table.transposed:
             return 0
         last = len(self.shape) - 1
         return last - 1 if self._merged_dim == last - 1 else last
 
     def read(self, block: Slices, read: ReadRegion) -> np.ndarray:
-        """Reads a block of this part in the dtype of the file, loading only the rows and columns it needs."""
+        """Reads a block of this part in the dtype of the file. Loads only the rows and columns that the block needs."""
         merged_dim, interleaved, parts = self._merged_dim, self.entry.table.interleaved, len(self.entry.parts)
         size = self.shape[-1] if merged_dim is None else self.shape[merged_dim + 1]
         region: list[slice] = []
         for dim, bounds in enumerate(block):
             if merged_dim is not None and dim == merged_dim:
-                # Interleaved: in the file each head is followed by the same head of the other parts.
+                # Interleaved: in the file, each head is followed by the same head of the other parts.
                 scale = size * parts if interleaved else size
                 region.append(slice(bounds.start * scale, bounds.stop * scale))
             elif merged_dim is None or dim != merged_dim + 1:
                 region.append(bounds)
         if not interleaved:
-            # Concatenated parts: this one starts after all previous ones.
+            # Concatenated: this part starts after all previous parts.
             offset = sum(part.leaf.file_shape[-1] for part in self.entry.parts[: self.position])
             region[-1] = slice(region[-1].start + offset, region[-1].stop + offset)
         transposed = self.entry.table.transposed
@@ -73,7 +73,7 @@ class SourceSlice(NamedTuple):
             x = x.reshape(*x.shape[:-1], -1, parts, size)[..., self.position, :]
         elif merged_dim is not None:
             x = x.reshape(*x.shape[:merged_dim], -1, size, *x.shape[merged_dim + 1 :])
-        # Heads are read completely, and sliced here.
+        # Complete heads are read, and sliced here.
         return x if merged_dim is None else x[(*(slice(None),) * (merged_dim + 1), block[merged_dim + 1])]
 
 
@@ -81,11 +81,11 @@ _HEADS = (("heads", "head_size"), ("kv_heads", "head_size"))
 
 
 def source_slices(entries: Iterable[FileTensor], names: Mapping[str, str]) -> dict[str, list[SourceSlice]]:
-    """Finds the pieces of each parameter, in the order of layers and experts.
+    """Finds the pieces of each parameter, ordered by layer and expert.
 
     Args:
         entries: the tensors of the file.
-        names: maps their names without prefix to the names in the file.
+        names: maps names of tensors without prefix to their names in the file.
     """
     pieces_of: dict[str, list[SourceSlice]] = {}
     for entry in entries:
@@ -103,10 +103,10 @@ def read_block(
         pieces: all pieces of the parameter.
         block: block of the parameter.
         read: reads a region of the file.
-        max_elements: limit for a piece; a longer row of the file is still read as one piece.
+        max_elements: maximum number of elements of a piece. A longer row of the file is still read as one piece.
 
     Yields:
-        Offset inside the block, and an array for it with as many dimensions, in the dtype of the file.
+        The offset of a piece inside the block, and its array, with as many dimensions, in the dtype of the file.
     """
     for piece in pieces:
         outer, inner = block[: len(piece.index)], block[len(piece.index) :]

@@ -1,7 +1,7 @@
-"""Tables that describe how a family is stored in Hugging Face's format, and the code that applies them both ways.
+"""Tables that describe the Hugging Face format of a family, and code that converts in both directions with them.
 
 A family has two lists: fields of config.json, and tensors. Shapes follow from the model's own parameters, so a table
-holds only names. A matrix in the file has two dimensions: (heads, head_size) are merged into one.
+contains only names. A matrix in the file has two dimensions, because (heads, head_size) are merged into one.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class HfField:
     hf: str
     setting: str
     default: Any
-    """The value transformers assumes if the key is absent."""
+    """Value that transformers assumes if the key is absent."""
     old_names: tuple[str, ...] = ()
-    """Names that earlier versions wrote; read if `hf` is absent, never written."""
+    """Names that earlier versions wrote. They are read if `hf` is absent, and never written."""
     read: Mapping[Any, Any] = field(default_factory=dict)
-    """Maps values of the file to our names for them; other values are used unchanged."""
+    """Maps values in the file to our names for them. Other values are used unchanged."""
     write: Mapping[Any, Any] = field(default_factory=dict)
     """Maps our values to their names in the file."""
 
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor of the file, or one per layer (`{}` is the layer) and per expert (`{expert}`).
+    """A tensor of the file, or one tensor per layer (`{}` is the layer) and per expert (`{expert}`).
 
     Several of our parameters are concatenated along the last dimension, in order. A layer without these parameters has
     no such tensor.
@@ -52,7 +52,7 @@ class HfTensor:
 
 
 def linear_tensors(hf: str, *params: str, interleaved: bool = False) -> tuple[HfTensor, HfTensor]:
-    """Weight and bias of a linear map whose weight in the file has outputs before inputs."""
+    """Lists weight and bias of a linear map whose weight in the file has outputs before inputs."""
     return (
         HfTensor(f"{hf}.weight", tuple(f"{name}.weight" for name in params), transposed=True, interleaved=interleaved),
         HfTensor(f"{hf}.bias", tuple(f"{name}.bias" for name in params), interleaved=interleaved),
@@ -68,21 +68,21 @@ class HfFamily:
     fields: tuple[HfField, ...]
     tensors: tuple[HfTensor, ...]
     prefix: str
-    """Prefix of every tensor's name; files of a model without its head lack it."""
+    """Prefix of the name of every tensor. Files of a model without a head lack this prefix."""
     fixed: Mapping[str, Any]
-    """Fields with a single supported value; other values in a file are refused. Absent means this value."""
+    """Fields with a single supported value. Absent means this value, and other values in a file are refused."""
     computed_from_hf: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """Computes settings that are not copies of a field of the file; raises ValueError for unsupported ones."""
+    """Computes settings that are not copies of a field of the file; raises ValueError for unsupported settings."""
     computed_to_hf: Callable[[Any], dict[str, Any]]
     """The inverse of `computed_from_hf`; raises ValueError for settings that the format cannot express."""
     inert: Mapping[str, Any] = field(default_factory=dict)
-    """Fields without effect on the results of a trained model, such as a dropout that is not supported here. Any value
-    in a file is accepted; files written here get this value."""
+    """Fields that do not affect the results of a trained model, such as a dropout that is not supported here. Any value
+    in a file is accepted, and files written here have this value."""
     ignored: str = ""
-    """A regular expression for tensors of older files that hold no parameters."""
+    """Regular expression for names of tensors in older files that are not parameters."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that a file may repeat under a second name, where the second is no separate parameter: second -> first.
-    They must be equal."""
+    """Second names of tensors that a file may contain twice, mapped to their first names. Both must be equal, because
+    the second is not a separate parameter."""
     unprefixed: tuple[str, ...] = ()
     """Tensors whose names never have the prefix."""
     reference: str | None = None
@@ -94,7 +94,7 @@ class NoHfFormat:
     """Marks a family without a format that transformers itself reads."""
 
     model_type: str
-    """Its name in the config.json of published models."""
+    """Name of the family in the config.json of published models."""
     reason: str
 
 
@@ -111,12 +111,12 @@ class ParamInfo:
 
     @property
     def experts(self) -> int:
-        """Number of experts in each layer; 0: the parameter has no such axis."""
+        """Number of experts in each layer; 0 if the parameter has no such axis."""
         return self.shape[self.stacked] if self.axes[self.stacked] == "experts" else 0
 
     @property
     def part_axes(self) -> tuple[str, ...]:
-        """Axes of one tensor in the file: of one layer, of one expert."""
+        """Axes of the part of the parameter that belongs to one layer and one expert."""
         return self.axes[self.stacked + (self.experts > 0) :]
 
     @property
@@ -141,12 +141,12 @@ class ParamSlice(NamedTuple):
 
     path: str
     index: tuple[int, ...]
-    """Layer and expert, if the parameter has these axes."""
+    """Indices of the layer and the expert, if the parameter has these axes."""
     leaf: ParamInfo
 
 
 class FileTensor(NamedTuple):
-    """A tensor of the file, and the slices of our parameters that it holds."""
+    """A tensor of the file, and the slices of our parameters that it contains."""
 
     name: str
     table: HfTensor
@@ -162,7 +162,7 @@ class FileTensor(NamedTuple):
         """Splits a tensor of the file into its parts, in our shapes."""
         x = tensor.T if self.table.transposed else tensor
         if self.table.interleaved:
-            # In the file each head has its query, key and value next to each other.
+            # In the file, the query, key and value of each head are next to each other.
             size = self.parts[0].leaf.part_shape[-1]
             heads = x.reshape(*x.shape[:-1], -1, len(self.parts), size)
             pieces = [heads[..., i, :] for i in range(len(self.parts))]
@@ -172,7 +172,7 @@ class FileTensor(NamedTuple):
         return [piece.reshape(part.leaf.part_shape) for piece, part in zip(pieces, self.parts, strict=True)]
 
     def join(self, pieces: list[np.ndarray]) -> np.ndarray:
-        """The inverse of `split`; C-contiguous."""
+        """Joins parts to a C-contiguous tensor of the file; the inverse of `split`."""
         if self.table.interleaved:
             stacked = np.stack(pieces, axis=-2)
             joined = stacked.reshape(*stacked.shape[:-3], -1)
@@ -184,7 +184,7 @@ class FileTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class PendingTensor:
-    """A tensor of a file, assembled from our parameters each time NumPy requests it; C-contiguous, exact."""
+    """A tensor of a file that is assembled from our parameters when NumPy requests it; C-contiguous and exact."""
 
     entry: FileTensor
     params: Mapping[str, Any]
@@ -213,7 +213,7 @@ def settings_from_hf(family: HfFamily, hf: Mapping[str, Any]) -> dict[str, Any]:
     """Reads our settings from the content of a config.json.
 
     Raises:
-        UserError: for settings with no counterpart here, naming all of them.
+        UserError: for settings that have no counterpart here; names all of them.
     """
     problems = [
         f"{key}={hf[key]!r} is not supported, only {value!r} is"
@@ -224,7 +224,7 @@ def settings_from_hf(family: HfFamily, hf: Mapping[str, Any]) -> dict[str, Any]:
     for entry in family.fields:
         names = (entry.hf, *entry.old_names)
         value = next((hf[name] for name in names if hf.get(name) is not None), entry.default)
-        # Only strings have aliases; a list is not even hashable.
+        # Only strings have aliases. A list would not be hashable.
         settings[entry.setting] = entry.read.get(value, value) if isinstance(value, str) else value
     try:
         settings |= family.computed_from_hf(hf)
@@ -283,14 +283,14 @@ def params_from_tensors(
         for part, piece in zip(entry.parts, entry.split(tensor), strict=True):
             pieces[part.path][part.index] = piece
     _raise_problems(problems)
-    # Popped, so the pieces of a parameter are freed as soon as it is stacked.
+    # Popped, so that the pieces of a parameter are freed as soon as they are stacked.
     return {path: _stack_slices(pieces.pop(path), leaf) for path, leaf in leaves.items()}
 
 
 def check_tensors(
     family: HfFamily, entries: Iterable[FileTensor], shapes: Mapping[str, tuple[int, ...]], files: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Does the same as `match_names` with only the headers of files, and compares shapes; reads no tensor.
+    """Matches names like `match_names`, and compares shapes. Needs only the headers of files, and reads no tensors.
 
     Args:
         family: the table.
@@ -330,7 +330,7 @@ def _stack_slices(pieces: dict[tuple[int, ...], np.ndarray], leaf: ParamInfo) ->
 def tensors_from_params(
     family: HfFamily, leaves: Mapping[str, ParamInfo], params: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    """Returns the tensors of a file from our parameters by dotted path; C-contiguous, exact, in the dtypes of `params`.
+    """Makes the tensors of a file from our parameters by dotted path; C-contiguous, exact, in the dtypes of `params`.
 
     Raises:
         UserError: for parameters that the format cannot express.
@@ -341,8 +341,8 @@ def tensors_from_params(
 def pending_tensors(
     family: HfFamily, leaves: Mapping[str, ParamInfo], params: Mapping[str, Any]
 ) -> dict[str, PendingTensor]:
-    """Returns the tensors of a file from our parameters by dotted path, in the dtypes of `params`; none is assembled
-    yet.
+    """Makes the tensors of a file from our parameters by dotted path, in the dtypes of `params`, without assembling
+    them yet.
 
     Raises:
         UserError: for parameters that the format cannot express.
@@ -354,7 +354,7 @@ def pending_tensors(
 
 
 def file_name(family: HfFamily, name: str) -> str:
-    """Name of a tensor in the file, including the prefix if it has one."""
+    """Returns the name of a tensor in the file, including the prefix if there is one."""
     return name if name in family.unprefixed else family.prefix + name
 
 
@@ -376,7 +376,7 @@ def file_tensors(family: HfFamily, leaves: Mapping[str, ParamInfo]) -> list[File
 
 
 def _count_layers_by_slot(leaves: Mapping[str, ParamInfo], module: str) -> list[int]:
-    """Counts the layers of a module at each slot of their period; the module's name is "" or ends with a dot."""
+    """Counts the layers of a module at each slot of their period. The module's name is "" or ends with a dot."""
     counts: dict[str, int] = {}
     for path, leaf in leaves.items():
         if path.startswith(f"{module}blocks."):
@@ -407,7 +407,7 @@ def _layer_entries(
 def match_names(
     family: HfFamily, expected: Collection[str], file_names: Iterable[str], files: Mapping[str, str] | None = None
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Maps each tensor's name without prefix to its name in the file, and copies of tied tensors to their originals.
+    """Maps names of tensors without prefix to names in the file, and copies of tied tensors to their originals.
 
     Args:
         family: the table.
@@ -427,7 +427,7 @@ def match_names(
             problems.append(f"{names[name_without_prefix]} and {name} are the same tensor")
         if not ignored.fullmatch(name_without_prefix):
             names[name_without_prefix] = name
-    # A separate head is expected, a copy of the embedding is not.
+    # A separate head is an expected tensor. A copy of the embedding is not.
     repeated = {
         names.pop(copy): names[original]
         for copy, original in family.tied.items()

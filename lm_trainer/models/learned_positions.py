@@ -18,7 +18,7 @@ class LearnedPositionsConfig(EqualHeadsConfig):
     mlp_scale: int = Field(default=4, gt=0)
     """Width of the MLP, in multiples of hidden_dim."""
     embed_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout after the embeddings."""
+    """Dropout rate after the embeddings."""
     activation_function: ActivationName = "gelu_new"
     """Activation of the MLP: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh."""
     scale_attn_by_inverse_layer_idx: bool = False
@@ -26,8 +26,8 @@ class LearnedPositionsConfig(EqualHeadsConfig):
     use_bias: bool = True
     """Adds biases to the linear layers and LayerNorm. A model without them cannot be exported to Hugging Face."""
     use_flash_attention: bool | None = None
-    """Avoids saving sequence x sequence attention scores. `true` is short for `flash_attention_block_size: 1024` if
-    that is not set; `false` forbids setting it. Unset: depends on `flash_attention_block_size`."""
+    """Avoids saving sequence x sequence attention scores. `true` means `flash_attention_block_size: 1024` unless that
+    key is set. `false` forbids setting it. Unset: depends on `flash_attention_block_size`."""
 
     @model_validator(mode="after")
     def _check_flash_agrees(self) -> Self:
@@ -39,11 +39,11 @@ class LearnedPositionsConfig(EqualHeadsConfig):
         return self
 
     def norm_spec(self) -> NormSpec:
-        """The norm of this model."""
+        """Spec of the norms of this model."""
         return NormSpec(eps=self.layer_norm_epsilon, bias=self.use_bias)
 
     def mlp_spec(self, scale: int) -> MlpSpec:
-        """Builds an MLP `scale` times as wide as the model."""
+        """Builds the spec of an MLP that is `scale` times as wide as the model."""
         return MlpSpec(hidden_dim=self.hidden_dim * scale, activation=self.activation_function, bias=self.use_bias)
 
     def resolved_score_spec(self) -> ScoreSpec:
@@ -54,7 +54,7 @@ class LearnedPositionsConfig(EqualHeadsConfig):
         )
 
     def backbone_spec(self, vocab_size: int) -> DecoderSpec:
-        """Builds the plain decoder, without additions of the family."""
+        """Builds the spec of the plain decoder, without additions of the family."""
         scores = replace(self.resolved_score_spec(), inverse_layer=self.scale_attn_by_inverse_layer_idx)
         attention = AttentionSpec(
             self.num_heads, self.head_size, bias=self.use_bias, out_bias=self.use_bias, scores=scores

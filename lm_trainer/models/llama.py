@@ -25,7 +25,7 @@ from lm_trainer.nn.spec import BlockSpec, DecoderSpec, EmbeddingSpec, NormSpec, 
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     bias = hf.get("attention_bias", False), hf.get("mlp_bias", False)
-    # `use_bias` is one setting for both.
+    # `use_bias` sets the biases of both.
     if bias[0] != bias[1]:
         raise ValueError(f"attention_bias={bias[0]} with mlp_bias={bias[1]} is not supported, only both alike are")
     return {"use_bias": bias[0], "rope": rope_from_hf(hf), **heads_from_hf(hf, kv_heads=None)}
@@ -52,11 +52,11 @@ _HF = HfFamily(
     prefix="model.",
     unprefixed=(HEAD.hf,),
     fixed={},
-    # `pretraining_tp` splits matrix products into slices and adds up their results.
+    # `pretraining_tp` only splits matrix products into slices whose results are added.
     inert={"attention_dropout": 0.0, "pretraining_tp": 1},
     computed_from_hf=_from_hf,
     computed_to_hf=_to_hf,
-    # Rotary frequencies, which earlier versions of transformers saved with the weights; they follow from theta.
+    # Rotary frequencies, which earlier versions of transformers saved with the weights. They follow from theta.
     ignored=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
     tied=TIED,
 )
@@ -72,7 +72,7 @@ class LlamaConfig(RotaryConfig):
     }
 
     type: Literal["llama"] = "llama"
-    """The family."""
+    """Name of the model family."""
     hybrid_norm: bool = False
     """Adds a norm after attention and one after the MLP. Such a model cannot be exported to Hugging Face."""
     use_qk_norm: bool = False

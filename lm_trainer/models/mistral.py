@@ -24,7 +24,7 @@ from lm_trainer.nn.spec import BlockSpec, DecoderSpec
 
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    # An absent key means the default of transformers; null means no window.
+    # An absent key means the default of transformers, and null means no window.
     window = hf.get("sliding_window", 4096)
     return {"sliding_window": window, "rope": rope_from_hf(hf), **heads_from_hf(hf, kv_heads=8)}
 
@@ -56,15 +56,15 @@ class MistralConfig(RotaryConfig):
     hf: ClassVar[HfFamily] = _HF
 
     type: Literal["mistral"] = "mistral"
-    """The family."""
+    """Name of the model family."""
     seq_len: int = Field(default=8192, gt=0)
-    """The longest sequence, in tokens."""
+    """Maximum sequence length in tokens."""
     intermediate_dim: int = Field(default=14336, gt=0)
     """Width of the MLP."""
     num_kv_heads: int = Field(default=8, gt=0)
-    """Key and value heads, each for num_heads / num_kv_heads query heads."""
+    """Number of key and value heads, each shared by num_heads / num_kv_heads query heads."""
     sliding_window: int | None = Field(default=4096, gt=0)
-    """Number of positions visible to attention, including the current one; `null`: all previous ones."""
+    """Number of positions that attention can see, including the current one; `null`: all previous positions."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         attention = replace(self.attention_spec(), window=self.sliding_window)

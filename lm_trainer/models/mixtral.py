@@ -22,7 +22,7 @@ from lm_trainer.models.rotary import (
 )
 from lm_trainer.nn.spec import BlockSpec, DecoderSpec
 
-# Names from the authors' code: w2 is the down projection; w3 is multiplied by the activation of w1.
+# Names from the authors' code. w2 is the down projection, and w3 is the factor of the activation of w1.
 _NAMES = {"gate": "w1", "down": "w2", "up": "w3"}
 
 
@@ -68,17 +68,17 @@ class MixtralConfig(ExpertsConfig):
     )
 
     type: Literal["mixtral"] = "mixtral"
-    """The family."""
+    """Name of the model family."""
     seq_len: int = Field(default=32768, gt=0)
-    """The longest sequence, in tokens."""
+    """Maximum sequence length in tokens."""
     intermediate_dim: int = Field(default=14336, gt=0)
-    """Width of an expert."""
+    """Width of each expert."""
     num_kv_heads: int = Field(default=8, gt=0)
-    """Key and value heads, each for num_heads / num_kv_heads query heads."""
+    """Number of key and value heads, each shared by num_heads / num_kv_heads query heads."""
     rope: AnyRope = DefaultRope(theta=1_000_000.0)
-    """Rotary positions."""
+    """Rotary position embedding (RoPE)."""
     sliding_window: int | None = Field(default=None, gt=0)
-    """Number of positions visible to attention, including the current one. Unset: all previous ones."""
+    """Number of positions that attention can see, including the current one. Unset: all previous positions."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         attention = replace(self.attention_spec(), window=self.sliding_window)

@@ -1,4 +1,4 @@
-"""MPT (MosaicML 2023): attention with linear biases instead of positions, and no other biases."""
+"""MPT (MosaicML 2023): attention with linear biases (ALiBi) instead of position embeddings, and no other biases."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -10,7 +10,7 @@ from lm_trainer.models.hf_table import HfFamily, HfField, HfTensor, linear_tenso
 from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, BlockSpec, DecoderSpec, EmbeddingSpec, MlpSpec, NormSpec
 
 MLP_RATIO = 4
-"""Ratio of MLP width to model width: transformers always uses this one and ignores `expansion_ratio`."""
+"""Ratio of MLP width to model width. transformers always uses this ratio, and ignores `expansion_ratio`."""
 
 _ATTENTION_ONLY = {
     "attn_type": "multihead_attention",
@@ -44,7 +44,7 @@ def _to_hf(config: "MptConfig") -> dict[str, Any]:
             **_ATTENTION_ONLY,
             "model_type": "",
             "attn_impl": "torch",
-            # transformers writes no dropout as the integer 0.
+            # transformers writes the integer 0 for no dropout.
             "attn_pdrop": config.attn_pdrop or 0,
             "clip_qkv": config.clip_qkv,
             "softmax_scale": config.softmax_scale,
@@ -86,21 +86,21 @@ class MptConfig(EqualHeadsConfig):
     )
 
     type: Literal["mpt"] = "mpt"
-    """The family."""
+    """Name of the model family."""
     seq_len: int = Field(default=2048, gt=0)
-    """The longest sequence, in tokens."""
+    """Maximum sequence length in tokens."""
     num_layers: int = Field(default=24, gt=0)
     """Number of blocks."""
     hidden_dim: int = Field(default=2048, gt=0)
-    """Width of the residual stream; a multiple of num_heads."""
+    """Width of the residual stream; must be a multiple of num_heads."""
     num_heads: int = Field(default=16, gt=0)
-    """Attention heads, each of size hidden_dim / num_heads."""
+    """Number of attention heads, each of size hidden_dim / num_heads."""
     clip_qkv: float | None = Field(default=None, gt=0)
-    """Bounds the elements of queries, keys and values; unset: no bound."""
+    """Maximum absolute value of the elements of queries, keys and values; unset: no bound."""
     softmax_scale: float | None = Field(default=None, gt=0)
-    """Multiplies the attention scores; unset: 1 / sqrt(size of a head)."""
+    """Factor that multiplies the attention scores; unset: 1 / sqrt(head size)."""
     embed_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout after the embeddings."""
+    """Dropout rate after the embeddings."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         # transformers drops the biases of LayerNorm, since the published files have none.

@@ -14,7 +14,7 @@ from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, MlpSpec, N
 
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    # The family's own name for theta in earlier versions; if it is there, transformers ignores a top-level
+    # The family's own name for theta in earlier versions. If it is present, transformers ignores a top-level
     # `rope_theta`.
     theta = float(hf.get("rotary_emb_base") or 10_000.0)
     return {
@@ -84,29 +84,29 @@ class GptNeoxConfig(EqualHeadsConfig):
     )
 
     type: Literal["gpt_neox"] = "gpt_neox"
-    """The family."""
+    """Name of the model family."""
     seq_len: int = Field(default=2048, gt=0)
-    """The longest sequence, in tokens."""
+    """Maximum sequence length in tokens."""
     num_layers: int = Field(default=44, gt=0)
     """Number of blocks."""
     hidden_dim: int = Field(default=6144, gt=0)
-    """Width of the residual stream; a multiple of num_heads."""
+    """Width of the residual stream; must be a multiple of num_heads."""
     intermediate_dim: int = Field(default=24576, gt=0)
     """Width of the MLP."""
     num_heads: int = Field(default=64, gt=0)
-    """Attention heads, each of size hidden_dim / num_heads."""
+    """Number of attention heads, each of size hidden_dim / num_heads."""
     activation_function: ActivationName = "gelu"
     """Activation of the MLP: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh."""
     tie_word_embeddings: bool = False
-    """Gives the output layer the weights of the token embedding."""
+    """Ties the weights of the output layer to the token embedding."""
     use_parallel_residual: bool = True
-    """Feeds attention and MLP the same input; otherwise the MLP reads the residual stream after attention."""
+    """Gives attention and MLP the same input. Otherwise the MLP reads the residual stream after attention."""
     use_bias: bool = True
     """Adds biases to the linear layers of attention. The linear layers of the MLP and LayerNorm always have them."""
     rope: AnyRope = DefaultRope()
-    """Rotary positions."""
+    """Rotary position embedding (RoPE)."""
     rotary_pct: float = Field(default=0.25, gt=0, le=1)
-    """Fraction of each head's dimensions, from the first, to rotate."""
+    """Fraction of each head's dimensions that is rotated, counted from the first dimension."""
 
     @model_validator(mode="after")
     def _check_rotary_pairs(self) -> "GptNeoxConfig":

@@ -1,6 +1,6 @@
 """OLMo 2 and OLMo 3 (OLMo team 2024, 2025): norms only after each sublayer, and over all heads of queries and keys.
 
-OLMo 3 adds sliding windows in all but every fourth layer, and scales only the positions of the fourth layers.
+In OLMo 3, every fourth layer has full attention and scaled positions. All other layers have sliding windows.
 """
 
 from collections.abc import Mapping
@@ -66,10 +66,10 @@ def _olmo3_to_hf(config: "Olmo3Config") -> dict[str, Any]:
 
 
 class _OlmoConfig(RotaryConfig):
-    """The block shared by both generations."""
+    """Settings and block that both generations share."""
 
     def block_spec(self, *, window: int | None = None, rope: RopeSpec | None = None) -> BlockSpec:
-        """Builds one layer, optionally with a window and other rotations."""
+        """Builds the spec of one layer, optionally with a window and other rotations."""
         plain = self.attention_spec()
         attention = replace(
             plain,
@@ -77,7 +77,7 @@ class _OlmoConfig(RotaryConfig):
             window=window,
             positions=rope or plain.positions,
         )
-        # No pre-norm: attention and MLP read the unnormalized residual stream.
+        # There is no pre-norm: attention and MLP read the unnormalized residual stream.
         return BlockSpec(attention, self.mlp_spec(), post_norm=self.norm_spec())
 
 
@@ -100,7 +100,7 @@ class Olmo2Config(_OlmoConfig):
     )
 
     type: Literal["olmo2"] = "olmo2"
-    """The family."""
+    """Name of the model family."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         return self.decoder_spec(vocab_size, (self.block_spec(),) * self.num_layers)
@@ -125,15 +125,15 @@ class Olmo3Config(_OlmoConfig):
     )
 
     type: Literal["olmo3"] = "olmo3"
-    """The family."""
+    """Name of the model family."""
     rope: AnyRope = DefaultRope(theta=_THETA)
-    """Rotary positions of the layers with full attention."""
+    """Rotary position embedding of the layers with full attention."""
     rope_local_base_freq: float = Field(default=_THETA, gt=1)
-    """Theta of the layers with a window; their positions are never scaled."""
+    """RoPE theta of the layers with a window. Their positions are never scaled."""
     sliding_window: int = Field(default=4096, gt=0)
-    """Number of positions visible to a layer with a window, including the current one."""
+    """Number of positions that a layer with a window can see, including the current one."""
     sliding_window_pattern: int = Field(default=_PATTERN, gt=0)
-    """Every n-th layer attends to all positions; the others have a window."""
+    """Every n-th layer attends to all positions. The other layers have a window."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         full = self.block_spec()

@@ -1,7 +1,8 @@
 """Adapters in PEFT's format: the content of adapter_config.json, and the tensors of adapter_model.safetensors.
 
-If a family's file joins several of our linear layers into one, their adapters are merged into one with the sum of their
-ranks. Its B is zero wherever the rank of one layer meets the outputs of another, so the product is the same.
+If a family's file joins several of our linear layers into one, their adapters are merged into one whose rank is the sum
+of their ranks. B of the merged adapter is zero where the ranks of one layer meet the outputs of another, so the product
+is the same.
 
 Shape letters: R rank, I inputs, O outputs.
 """
@@ -28,15 +29,15 @@ class _Module(NamedTuple):
 
     name: str
     in_layer: str
-    """End of the name, identical in every layer."""
+    """End of the name, which is the same in every layer."""
     parts: int
-    """Number of our adapters joined in it."""
+    """Number of our adapters that are joined in this module."""
     by_inputs: bool
     """The file has inputs before outputs."""
 
 
 def module_names(model_config: DecoderConfig, vocab_size: int) -> dict[str, list[str]]:
-    """Maps each of our parameters to the `transformers` modules that hold it, layer by layer.
+    """Maps each of our parameters to the `transformers` modules that contain it, layer by layer.
 
     Empty for a family that `transformers` does not have.
     """
@@ -50,15 +51,15 @@ def module_names(model_config: DecoderConfig, vocab_size: int) -> dict[str, list
 def adapter_to_peft(
     model_config: DecoderConfig, lora: LoraConfig, params: Mapping[str, np.ndarray], *, vocab_size: int, base: str
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Returns the content of adapter_config.json and the tensors of its safetensors file, C-contiguous, dtypes
-    unchanged.
+    """Returns the content of adapter_config.json, and the tensors of the safetensors file (C-contiguous, dtypes
+    unchanged).
 
     Args:
         model_config: configuration of the adapted model.
-        lora: configuration of its adapters.
+        lora: configuration of the adapters.
         params: the adapters' parameters by dotted name.
         vocab_size: vocabulary size of the model.
-        base: location of the frozen model, for users who load the adapter without giving it.
+        base: location of the frozen model, for users who load the adapter without naming a base model.
 
     Raises:
         UserError: for a family that `transformers` does not have.
@@ -83,7 +84,7 @@ def _weight_matrices(model_config: DecoderConfig, vocab_size: int) -> list[FileT
         return []
     leaves = param_infos(model_config, vocab_size)
     entries = file_tensors(model_config.hf, leaves)
-    # Embedding and head have no layer placeholder in their names, and no adapters.
+    # The names of embedding and head, which have no adapters, contain no layer placeholder.
     return [entry for entry in entries if entry.name.endswith(_WEIGHT) and "{}." in entry.table.hf]
 
 
@@ -102,7 +103,7 @@ def _num_layers(model_config: DecoderConfig, vocab_size: int) -> int:
 
 
 def _get_adapter(part: ParamSlice, params: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray] | None:
-    """A and B of one layer, or None if it has no adapter."""
+    """Returns A and B of one layer, or None if the layer has no adapter."""
     lora = part.path.removesuffix(_WEIGHT) + ".lora"
     if f"{lora}.a" not in params:
         return None
@@ -124,7 +125,7 @@ def _join_adapters(
             start += rank
         pieces.append(piece)
         parts.append(ParamSlice(part.path, (), ParamInfo(piece.shape, ("rank", *axes))))
-    # PEFT has outputs before the rank, even for layers whose weights have inputs before outputs.
+    # In PEFT, B has outputs before the rank, even for layers whose weights have inputs before outputs.
     table = HfTensor(entry.table.hf, entry.table.params, transposed=True, interleaved=entry.table.interleaved)
     return np.ascontiguousarray(a_RI), FileTensor(entry.name, table, tuple(parts)).join(pieces)
 
@@ -161,7 +162,7 @@ def _adapter_config(lora: LoraConfig, modules: list[_Module], layers: int, base:
 
 
 def _alpha_factor(lora: LoraConfig, parts: int) -> float:
-    """Factor of alpha that keeps the scale if the rank grows by `parts`: alpha / rank, or alpha / sqrt(rank)."""
+    """Returns the factor of alpha that keeps alpha / rank, or alpha / sqrt(rank), if the rank grows by `parts`."""
     return math.sqrt(parts) if lora.use_rslora else parts
 
 

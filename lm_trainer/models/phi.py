@@ -1,4 +1,4 @@
-"""Phi-3 (Abdin et al. 2024): a standard rotary decoder whose files join the matrices with a common input."""
+"""Phi-3 (Abdin et al. 2024): a standard rotary decoder, whose files join matrices that have the same input."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,7 +25,7 @@ from lm_trainer.nn.spec import BlockSpec, DecoderSpec
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        # transformers uses 4096 if the length is not next to the block, even if the block contains it.
+        # transformers uses 4096 if the length is not outside the block, even if the block contains it.
         "rope": rope_from_hf({**hf, ORIGINAL_LENGTH: hf.get(ORIGINAL_LENGTH) or 4096}),
         "partial_rotary_factor": fraction_from_hf(hf, 1.0),
         "sliding_window": hf.get("sliding_window"),
@@ -47,12 +47,12 @@ def _to_hf(config: "Phi3Config") -> dict[str, Any]:
 
 
 def _longrope_fields(rope: RopeConfig, seq_len: int) -> dict[str, Any]:
-    """Fields of LongRoPE outside of its block, and the block itself with the only keys accepted by transformers 4."""
+    """Returns LongRoPE's fields outside its block, and the block with only those keys that transformers 4 accepts."""
     if not isinstance(rope, LongRope):
         return {}
     original = rope.original_max_position_embeddings
     fields: dict[str, Any] = {ORIGINAL_LENGTH: original}
-    # A factor implied by the two lengths may be left out of the block, so both versions of transformers can read it.
+    # A factor that the two lengths imply is left out of the block, so that both versions of transformers can read it.
     if rope.attention_factor is None and rope.factor == seq_len / original:
         block = {"short_factor": list(rope.short_factor), "long_factor": list(rope.long_factor)}
         fields["rope_scaling"] = {"type": "longrope", **block}
@@ -88,19 +88,19 @@ class Phi3Config(RotaryConfig):
     )
 
     type: Literal["phi3"] = "phi3"
-    """The family."""
+    """Name of the model family."""
     seq_len: int = Field(default=4096, gt=0)
-    """The longest sequence, in tokens."""
+    """Maximum sequence length in tokens."""
     hidden_dim: int = Field(default=3072, gt=0)
     """Width of the residual stream."""
     intermediate_dim: int = Field(default=8192, gt=0)
     """Width of the MLP."""
     sliding_window: int | None = Field(default=None, gt=0)
-    """Number of positions visible to attention, including the current one. Unset: all previous ones."""
+    """Number of positions that attention can see, including the current one. Unset: all previous positions."""
     partial_rotary_factor: float = Field(default=1.0, gt=0, le=1)
-    """Fraction of each head's dimensions, from the first, to rotate."""
+    """Fraction of each head's dimensions that is rotated, counted from the first dimension."""
     resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on the outputs of attention and MLP, before they are added to the residual stream."""
+    """Dropout rate of the outputs of attention and MLP, before they are added to the residual stream."""
 
     @property
     def rotated_fraction(self) -> float:

@@ -1,6 +1,6 @@
 """Qwen2, Qwen2.5 and Qwen3 (Yang et al. 2024, 2025): rotary positions, RMSNorm before each sublayer, gated MLP.
 
-Qwen2 has biases on queries, keys and values; Qwen3 normalizes the heads of queries and keys instead.
+Qwen2 has biases on queries, keys and values. Qwen3 instead normalizes the heads of queries and keys.
 """
 
 from collections.abc import Mapping
@@ -31,16 +31,16 @@ _WINDOW = 4096
 
 
 class _QwenConfig(RotaryConfig):
-    """Settings shared by both generations."""
+    """Settings that both generations share."""
 
     seq_len: int = Field(default=32768, gt=0)
-    """The longest sequence, in tokens."""
+    """Maximum sequence length in tokens."""
     intermediate_dim: int = Field(default=22016, gt=0)
     """Width of the MLP."""
     use_sliding_window: bool = False
-    """Limits the layers from `max_window_layers` on to `sliding_window` positions."""
+    """Limits attention in layers with index `max_window_layers` or higher to `sliding_window` positions."""
     sliding_window: int | None = Field(default=None, gt=0)
-    """Number of positions visible to these layers, including the current one. Unset: 4096."""
+    """Number of positions that these layers can see, including the current one. Unset: 4096."""
     max_window_layers: int = Field(default=28, ge=0)
     """Number of initial layers with full attention."""
 
@@ -51,12 +51,12 @@ class _QwenConfig(RotaryConfig):
         return self
 
     def window(self, layer: int) -> int | None:
-        """The window of one layer."""
+        """Returns the window of one layer; None if it has full attention."""
         used = self.use_sliding_window and layer >= self.max_window_layers
         return (self.sliding_window or _WINDOW) if used else None
 
     def windowed_decoder_spec(self, vocab_size: int, attention: AttentionSpec) -> DecoderSpec:
-        """Builds the model with the window of each layer."""
+        """Builds the spec of the model with the window of each layer."""
         block = BlockSpec(attention, self.mlp_spec(), pre_norm=self.norm_spec())
         layers = range(self.num_layers)
         return self.decoder_spec(
@@ -70,7 +70,7 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     check_layer_types(hf, lambda layer: used and layer >= first)
     window = hf.get("sliding_window", _WINDOW) if used else None
     return {
-        # A window of null in the file means none.
+        # A window of null in the file means no window.
         "use_sliding_window": used and window is not None,
         "sliding_window": window,
         "rope": rope_from_hf(hf),
@@ -114,7 +114,7 @@ class Qwen2Config(_QwenConfig):
     )
 
     type: Literal["qwen2", "qwen"] = "qwen2"
-    """The family; `qwen` is another name for it."""
+    """Name of the model family; `qwen` is another name for it."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         return self.windowed_decoder_spec(vocab_size, replace(self.attention_spec(), bias=True))
@@ -139,9 +139,9 @@ class Qwen3Config(_QwenConfig):
     )
 
     type: Literal["qwen3"] = "qwen3"
-    """The family."""
+    """Name of the model family."""
     head_dim: int | None = Field(default=128, gt=0, multiple_of=2)
-    """Size of a head. `null`: hidden_dim / num_heads."""
+    """Number of dimensions per head. `null`: hidden_dim / num_heads."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         return self.windowed_decoder_spec(

@@ -83,31 +83,31 @@ class Qwen3MoeConfig(ExpertsConfig):
     )
 
     type: Literal["qwen3_moe"] = "qwen3_moe"
-    """The family."""
+    """Name of the model family."""
     seq_len: int = Field(default=32768, gt=0)
-    """The longest sequence, in tokens."""
+    """Maximum sequence length in tokens."""
     hidden_dim: int = Field(default=2048, gt=0)
     """Width of the residual stream."""
     num_layers: int = Field(default=24, gt=0)
     """Number of blocks."""
     num_kv_heads: int = Field(default=4, gt=0)
-    """Key and value heads, each for num_heads / num_kv_heads query heads."""
+    """Number of key and value heads, each shared by num_heads / num_kv_heads query heads."""
     intermediate_dim: int = Field(default=6144, gt=0)
     """Width of the MLP of layers without experts."""
     moe_intermediate_dim: int = Field(default=768, gt=0)
-    """Width of an expert."""
+    """Width of each expert."""
     n_routed_experts: int = Field(default=128, gt=0)
     """Number of experts in each layer."""
     num_experts_per_tok: int = Field(default=8, gt=0)
-    """Number of experts that compute each token."""
+    """Number of experts that process each token."""
     norm_topk_prob: bool = False
     """Normalizes the weights of a token's experts to sum to 1."""
     decoder_sparse_step: int = Field(default=1, gt=0)
-    """Every n-th layer has experts, the others a plain MLP."""
+    """Every n-th layer has experts. The other layers have a plain MLP."""
     mlp_only_layers: tuple[int, ...] = ()
-    """Layers, from 0, that always have a plain MLP."""
+    """Indices of layers, counted from 0, that always have a plain MLP."""
     sliding_window: int | None = Field(default=None, gt=0)
-    """Number of positions visible to attention, including the current one. Unset: all previous ones."""
+    """Number of positions that attention can see, including the current one. Unset: all previous positions."""
 
     @model_validator(mode="after")
     def _check_layers_exist(self) -> "Qwen3MoeConfig":
@@ -122,7 +122,7 @@ class Qwen3MoeConfig(ExpertsConfig):
         sparse = replace(plain, mlp=self.moe_spec(self.moe_intermediate_dim, renormalize=self.norm_topk_prob))
 
         def block(layer: int) -> BlockSpec:
-            # transformers counts the layers from 1 here, from 0 in `mlp_only_layers`.
+            # transformers counts the layers from 1 here, but from 0 in `mlp_only_layers`.
             dense = layer in self.mlp_only_layers or (layer + 1) % self.decoder_sparse_step
             return plain if dense else sparse
 

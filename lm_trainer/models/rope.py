@@ -14,24 +14,24 @@ _Scaling = LinearScaling | WavelengthScaling | YarnScaling | LongRopeScaling | N
 
 
 class RopeConfig(Config):
-    """Rotary positions."""
+    """Rotary position embedding (RoPE)."""
 
     theta: float = Field(default=10_000.0, gt=1)
-    """The base of the wavelengths: the longest is about 2 pi theta positions."""
+    """Base of the wavelengths. The longest wavelength is about 2 pi theta positions."""
 
     @abstractmethod
     def scaling(self, _seq_len: int) -> _Scaling:
-        """Scaling of frequencies in a model whose longest sequence has this many tokens; None: no scaling."""
+        """Returns the scaling of frequencies in a model with this maximum sequence length; None: no scaling."""
 
     def check_head_size(self, size: int) -> None:
         """Raises ValueError if `size` dimensions of a head cannot be rotated with these settings."""
 
     def describe_difference_from_hf(self, _seq_len: int) -> str | None:
-        """Describes the sequences for which transformers computes a different result; None if it always agrees."""
+        """Describes the sequences for which transformers computes a different result; None if there are none."""
         return None
 
     def spec(self, seq_len: int, fraction: float = 1.0) -> RopeSpec:
-        """Builds the `RopeSpec` of an attention layer; `fraction` of each head's dimensions is rotated."""
+        """Builds the `RopeSpec` of an attention layer that rotates `fraction` of each head's dimensions."""
         return RopeSpec(self.theta, fraction, self.scaling(seq_len))
 
     @abstractmethod
@@ -43,9 +43,9 @@ class DefaultRope(RopeConfig):
     """Rotary positions, interpolated if `factor` is not 1."""
 
     type: Literal["default", "linear"] = "default"
-    """The kind of scaling; `linear` is another name for `default` with a factor."""
+    """Kind of scaling. `linear` is another name for `default` with a factor."""
     factor: float = Field(default=1.0, gt=0)
-    """Divides all positions, so sequences this many times longer span the same positions as in pretraining."""
+    """Divides all positions, so that sequences longer by this factor span the same positions as in pretraining."""
 
     def scaling(self, _seq_len: int) -> _Scaling:
         return None if self.factor == 1.0 else LinearScaling(self.factor)
@@ -55,20 +55,20 @@ class DefaultRope(RopeConfig):
 
 
 class Llama3Rope(RopeConfig):
-    """The scaling of Llama 3.1: long wavelengths are stretched, short ones unchanged."""
+    """Scaling of Llama 3.1: long wavelengths are stretched, and short wavelengths are unchanged."""
 
     type: Literal["llama3"] = "llama3"
-    """The kind of scaling."""
+    """Kind of scaling."""
     theta: float = Field(default=500_000.0, gt=1)
-    """The base of the wavelengths."""
+    """Base of the wavelengths."""
     factor: float = Field(default=8.0, gt=0)
-    """Stretches long wavelengths."""
+    """Factor by which long wavelengths are stretched."""
     low_freq_factor: float = Field(default=1.0, gt=0)
     """Wavelengths above original_max_position_embeddings / low_freq_factor are stretched in full."""
     high_freq_factor: float = Field(default=4.0, gt=0)
     """Wavelengths below original_max_position_embeddings / high_freq_factor are unchanged."""
     original_max_position_embeddings: int = Field(default=8192, gt=0)
-    """The longest sequence of pretraining."""
+    """Maximum sequence length in pretraining."""
 
     @model_validator(mode="after")
     def _check_order(self) -> "Llama3Rope":
@@ -91,11 +91,11 @@ class YarnRope(RopeConfig):
     """YaRN (Peng et al. 2023)."""
 
     type: Literal["yarn"] = "yarn"
-    """The kind of scaling."""
+    """Kind of scaling."""
     factor: float = Field(default=1.0, gt=0)
     """Ratio of the new sequence length to the pretraining length."""
     original_max_position_embeddings: int = Field(default=2048, gt=0)
-    """The longest sequence of pretraining."""
+    """Maximum sequence length in pretraining."""
     beta_fast: float = Field(default=32.0, gt=0)
     """Pairs of dimensions with more rotations than this over the original length are unchanged."""
     beta_slow: float = Field(default=1.0, gt=0)
@@ -103,7 +103,7 @@ class YarnRope(RopeConfig):
     mscale: float = Field(default=1.0, ge=0)
     """Cosines and sines are multiplied by 0.1 * mscale * log(factor) + 1, unless `attention_factor` is set."""
     attention_factor: float | None = Field(default=None, gt=0)
-    """Multiplies cosines and sines. Unset: it follows from `mscale`."""
+    """Factor that multiplies cosines and sines. Unset: it follows from `mscale`."""
     truncate: bool = True
     """Rounds the ends of the ramp between unchanged and stretched pairs to whole dimensions."""
 
@@ -114,7 +114,7 @@ class YarnRope(RopeConfig):
         return self
 
     def scaling(self, _seq_len: int) -> _Scaling:
-        # The temperature of the softmax, applied to queries and keys by scaling their rotations (Peng et al. 2023,
+        # The softmax temperature, which is applied by scaling the rotations of queries and keys (Peng et al. 2023,
         # section 3.4).
         magnitude = 1.0 if self.factor <= 1.0 else 0.1 * self.mscale * math.log(self.factor) + 1.0
         return YarnScaling(
@@ -130,7 +130,7 @@ class YarnRope(RopeConfig):
         block = self.model_dump(include={"factor", "original_max_position_embeddings"})
         block |= self.model_dump(include={"beta_fast", "beta_slow"}, exclude_defaults=True)
         scaling = self.scaling(0)
-        # Written as its result, since `mscale` only has an effect in a file together with `mscale_all_dim`.
+        # The resulting factor is written, because in a file `mscale` has an effect only together with `mscale_all_dim`.
         if isinstance(scaling, YarnScaling) and (self.attention_factor is not None or self.mscale != 1.0):
             block["attention_factor"] = scaling.magnitude
         return {"rope_type": "yarn", **block, **({} if self.truncate else {"truncate": False})}
@@ -140,22 +140,22 @@ class LongRope(RopeConfig):
     """LongRoPE (Ding et al. 2024), as in Phi-3 with 128k tokens: each pair of dimensions has its own factor.
 
     transformers uses `long_factor` if the longest sequence of a batch is longer than
-    `original_max_position_embeddings`. Here the model's `seq_len` decides, so the result for a document does not depend
-    on other documents, or on how much of it has been read.
+    `original_max_position_embeddings`. Here the model's `seq_len` decides. So the result for a document does not depend
+    on other documents, or on how much of the document has been read.
     """
 
     type: Literal["longrope"] = "longrope"
-    """The kind of scaling."""
+    """Kind of scaling."""
     short_factor: tuple[Annotated[float, Field(gt=0)], ...]
     """One factor per pair of dimensions, for models of at most original_max_position_embeddings tokens."""
     long_factor: tuple[Annotated[float, Field(gt=0)], ...]
-    """The same for models of longer sequences."""
+    """One factor per pair of dimensions, for models of longer sequences."""
     factor: float = Field(gt=0)
     """Ratio of the new sequence length to the pretraining length."""
     original_max_position_embeddings: int = Field(default=4096, gt=1)
-    """The longest sequence of pretraining."""
+    """Maximum sequence length in pretraining."""
     attention_factor: float | None = Field(default=None, gt=0)
-    """Multiplies cosines and sines. Unset: sqrt(1 + log(factor) / log(original_max_position_embeddings)), or 1."""
+    """Factor for cosines and sines. Unset: sqrt(1 + log(factor) / log(original_max_position_embeddings)), or 1."""
 
     def check_head_size(self, size: int) -> None:
         for name in ("short_factor", "long_factor"):
@@ -191,17 +191,17 @@ _KINDS: Mapping[str, type[RopeConfig]] = {
     "llama3": Llama3Rope,
     "yarn": YarnRope,
     "longrope": LongRope,
-    # The first name of LongRoPE, in early files of Phi-3.
+    # The first name of LongRoPE, which early files of Phi-3 contain.
     "su": LongRope,
 }
 ORIGINAL_LENGTH = "original_max_position_embeddings"
-"""Key of the longest sequence before rotary positions were scaled, in the block or next to it."""
+"""Key of the maximum sequence length before rotary positions were scaled, inside or outside the block."""
 _WITH_ORIGINAL = {"llama3", "yarn", "longrope", "su"}
 _REFUSED = {
     "dynamic": "its frequencies change with the length of what is read",
     "proportional": "only families that are not known here have it",
 }
-# Not fields of a rope: read by `rope_from_hf`, `parse_rope` and `fraction_from_hf`.
+# These are not fields of a rope. `rope_from_hf`, `parse_rope` and `fraction_from_hf` read them.
 _IGNORED = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 
 
@@ -211,8 +211,8 @@ def rope_from_hf(hf: Mapping[str, Any], default_theta: float = 10_000.0, *, laye
 
     Args:
         hf: the content of config.json.
-        default_theta: used if no theta is written.
-        layers: kind of layers whose rope to return, in a file with one rope per kind.
+        default_theta: theta if the file has none.
+        layers: kind of layers whose rope is returned, if the file has one rope per kind of layer.
 
     Raises:
         ValueError: for an unsupported kind of scaling.
@@ -227,11 +227,11 @@ def rope_from_hf(hf: Mapping[str, Any], default_theta: float = 10_000.0, *, laye
 
 
 def _fill_in_lengths(block: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds lengths that files write outside of the block or leave to be computed, by the rules of transformers."""
+    """Adds lengths that are outside the block or implied, by the rules of transformers."""
     kind, longest = _rope_type(block), hf.get("max_position_embeddings")
     if kind not in _WITH_ORIGINAL:
         return dict(block)
-    # The length next to the block takes precedence over the one in it.
+    # The length outside the block takes precedence over the length inside it.
     original = hf.get(ORIGINAL_LENGTH) or block.get(ORIGINAL_LENGTH) or longest
     completed = {**block, ORIGINAL_LENGTH: original}
     if _KINDS[kind] is LongRope:
@@ -258,7 +258,7 @@ def parse_rope(block: Mapping[str, Any], theta: float) -> RopeConfig:
     if rope_class is YarnRope:
         fields = _yarn_fields(fields)
     elif kind == "default":
-        # Without a kind of scaling, transformers scales no positions and ignores the factor.
+        # If no kind of scaling is given, transformers scales no positions and ignores the factor.
         fields.pop("factor", None)
     unknown = sorted(fields.keys() - rope_class.model_fields.keys())
     if unknown:
@@ -267,7 +267,7 @@ def parse_rope(block: Mapping[str, Any], theta: float) -> RopeConfig:
 
 
 def _yarn_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """Handles `mscale`, which has an effect only together with `mscale_all_dim`: the magnitude is the ratio of both."""
+    """Handles `mscale`, which has an effect only with `mscale_all_dim`: their ratio gives the magnitude."""
     mscale, mscale_all_dim = fields.pop("mscale", None), fields.pop("mscale_all_dim", None)
     if fields.get("attention_factor") is None and mscale and mscale_all_dim and fields["factor"] > 1:
         log_factor = math.log(fields["factor"])
@@ -283,7 +283,7 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
 
 
 def local_theta_from_hf(hf: Mapping[str, Any], default: float) -> float:
-    """Theta of the layers with a window, in a file with one rope per kind of layers.
+    """Returns theta of the layers with a window, from a file that has one rope per kind of layer.
 
     Raises:
         ValueError: if their positions are scaled.
@@ -297,7 +297,7 @@ def local_theta_from_hf(hf: Mapping[str, Any], default: float) -> float:
 
 
 def ropes_to_hf(rope: RopeConfig, local_theta: float) -> dict[str, Any]:
-    """Fields of config.json for transformers 4 and 5: one rope for full attention, one for sliding windows."""
+    """Returns the fields of config.json for transformers 4 and 5, with a rope for each kind of attention."""
     shared = rope_to_hf(rope)
     local = {"rope_theta": local_theta, "rope_type": "default"}
     parameters = {"full_attention": shared["rope_parameters"], "sliding_attention": local}
@@ -305,13 +305,13 @@ def ropes_to_hf(rope: RopeConfig, local_theta: float) -> dict[str, Any]:
 
 
 def fraction_from_hf(hf: Mapping[str, Any], default: float, older: str = "partial_rotary_factor") -> float:
-    """Fraction of each head's dimensions that is rotated; `older` is its key in earlier versions."""
+    """Reads the fraction of each head's dimensions that is rotated. `older` is its key in earlier versions."""
     block = hf.get("rope_parameters") or {}
     value_in_block = block.get("partial_rotary_factor")
     return float(next(value for value in (value_in_block, hf.get(older), default) if value is not None))
 
 
 def fraction_to_hf(fields: dict[str, Any], fraction: float, older: str = "partial_rotary_factor") -> dict[str, Any]:
-    """Adds the rotated fraction to `fields` from `rope_to_hf`."""
+    """Adds the rotated fraction to `fields`, the result of `rope_to_hf`."""
     parameters = {**fields["rope_parameters"], "partial_rotary_factor": fraction}
     return {**fields, "rope_parameters": parameters, older: fraction}

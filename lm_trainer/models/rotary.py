@@ -1,6 +1,6 @@
 """Settings, parts of the spec and tensors shared by families with rotary positions and gated MLPs.
 
-Each family's own file lists the parts it uses; this module has no switches by family.
+The file of each family lists the parts that it uses. No code in this module depends on the family.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ class RotaryConfig(DecoderConfig):
     """Settings of a decoder with rotary positions and a gated MLP."""
 
     seq_len: int = Field(default=2048, gt=0)
-    """The longest sequence, in tokens."""
+    """Maximum sequence length in tokens."""
     num_layers: int = Field(default=32, gt=0)
     """Number of blocks."""
     hidden_dim: int = Field(default=4096, gt=0)
@@ -30,22 +30,22 @@ class RotaryConfig(DecoderConfig):
     intermediate_dim: int = Field(default=11008, gt=0)
     """Width of the MLP."""
     num_heads: int = Field(default=32, gt=0)
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: int = Field(default=32, gt=0)
-    """Key and value heads, each for num_heads / num_kv_heads query heads; 1 is multi-query attention."""
+    """Number of key and value heads, each shared by num_heads / num_kv_heads query heads. 1: multi-query attention."""
     head_dim: int | None = Field(default=None, gt=0, multiple_of=2)
-    """Size of a head. Unset: hidden_dim / num_heads."""
+    """Number of dimensions per head. Unset: hidden_dim / num_heads."""
     activation_function: ActivationName = "silu"
     """Activation of the MLP's gate: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh."""
     initializer_range: float = Field(default=0.02, ge=0)
     """Standard deviation of the initial weights. Weights that write to the residual stream are initialised with this
     divided by sqrt(2 * num_layers)."""
     layer_norm_epsilon: float = Field(default=1e-5, gt=0)
-    """Added to the mean square in the norms."""
+    """Epsilon that is added to the mean square in the norms."""
     tie_word_embeddings: bool = False
-    """Gives the output layer the weights of the token embedding."""
+    """Ties the weights of the output layer to the token embedding."""
     rope: AnyRope = DefaultRope()
-    """Rotary positions."""
+    """Rotary position embedding (RoPE)."""
 
     @model_validator(mode="after")
     def _check_heads_fit(self) -> "RotaryConfig":
@@ -77,11 +77,11 @@ class RotaryConfig(DecoderConfig):
         return self.hidden_dim // self.num_heads if self.head_dim is None else self.head_dim
 
     def norm_spec(self) -> NormSpec:
-        """The norm of this model."""
+        """Spec of the norms of this model."""
         return NormSpec(kind="rms", eps=self.layer_norm_epsilon, bias=False)
 
     def attention_spec(self) -> AttentionSpec:
-        """Grouped-query attention with rotary positions and no biases."""
+        """Spec of grouped-query attention with rotary positions and without biases."""
         return AttentionSpec(
             num_heads=self.num_heads,
             head_dim=self.head_size,
@@ -93,7 +93,7 @@ class RotaryConfig(DecoderConfig):
         )
 
     def mlp_spec(self) -> MlpSpec:
-        """The gated MLP, without biases."""
+        """Spec of the gated MLP, without biases."""
         return MlpSpec(self.intermediate_dim, self.activation_function, bias=False, gated=True)
 
     def decoder_spec(
@@ -104,7 +104,7 @@ class RotaryConfig(DecoderConfig):
         embedding: EmbeddingSpec | None = None,
         softcap: float | None = None,
     ) -> DecoderSpec:
-        """Builds the full model."""
+        """Builds the spec of the full model."""
         return DecoderSpec(
             vocab_size=vocab_size,
             hidden_dim=self.hidden_dim,
@@ -123,14 +123,14 @@ class RotaryConfig(DecoderConfig):
 def hf_fields(
     *, activation: str = "hidden_act", read: Mapping[str, str] = ACTIVATIONS, **defaults: Any
 ) -> tuple[HfField, ...]:
-    """Fields of config.json shared by these families; `defaults` are the family's defaults in transformers."""
+    """Returns the config.json fields that these families share. `defaults` are the family's transformers defaults."""
     fields = (
         HfField("max_position_embeddings", "seq_len", 2048),
         HfField("hidden_size", "hidden_dim", 4096),
         HfField("intermediate_size", "intermediate_dim", 11008),
         HfField("num_hidden_layers", "num_layers", 32),
         HfField("num_attention_heads", "num_heads", 32),
-        # One function under two names; the files of these families use PyTorch's.
+        # One function has two names. The files of these families use PyTorch's name.
         HfField(activation, "activation_function", "silu", read=read, write={"gelu_new": "gelu_pytorch_tanh"}),
         HfField("initializer_range", "initializer_range", 0.02),
         HfField("rms_norm_eps", "layer_norm_epsilon", 1e-6),
@@ -141,10 +141,10 @@ def hf_fields(
 
 
 def heads_from_hf(hf: Mapping[str, Any], *, kv_heads: int | None, head_dim: int | None = None) -> dict[str, Any]:
-    """Reads the sizes of heads; `kv_heads` and `head_dim` are the defaults of transformers for absent keys."""
+    """Reads the numbers and sizes of heads. `kv_heads` and `head_dim` are transformers' defaults for absent keys."""
     heads = hf.get("num_attention_heads") or 32
     key_value_heads, size = hf.get("num_key_value_heads", kv_heads), hf.get("head_dim", head_dim)
-    # Unset if it follows from the other sizes, so a configuration without it describes the same model.
+    # Unset if it follows from the other sizes, so that a configuration without it describes the same model.
     is_default = size is None or size * heads == hf.get("hidden_size")
     return {
         "num_kv_heads": heads if key_value_heads is None else key_value_heads,
@@ -163,7 +163,7 @@ BLOCK = "blocks.{}"
 EMBEDDING = (HfTensor("embed_tokens.weight", ("embed.tokens",)), HfTensor("norm.weight", ("final_norm.scale",)))
 HEAD = HfTensor("lm_head.weight", ("head",))
 TIED: Mapping[str, str] = {"lm_head.weight": "embed_tokens.weight"}
-# Lists biases for all families: files omit tensors whose parameter the model lacks.
+# Lists biases for all families, because tensors without a parameter in the model are omitted from files.
 ATTENTION = tuple(
     tensor
     for hf, name in {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out"}.items()
@@ -181,31 +181,31 @@ QK_NORM = tuple(
 
 
 def layer_norm_tensors(**names: str) -> tuple[HfTensor, ...]:
-    """Tensors of a layer's norms; `names` maps our names to the names in the file."""
+    """Lists the tensors of a layer's norms. `names` maps our names to the names in the file."""
     return tuple(HfTensor(f"{LAYER}.{hf}.weight", (f"{BLOCK}.{name}.scale",)) for name, hf in names.items())
 
 
-# `post_attention_layernorm` comes after attention, but is the norm before the MLP.
+# `post_attention_layernorm` is the norm before the MLP, which comes after attention.
 PRE_NORMS = layer_norm_tensors(attention_pre_norm="input_layernorm", mlp_pre_norm="post_attention_layernorm")
 
 
 def layer_types(num_layers: int, pattern: int) -> list[str]:
-    """Hugging Face's name of each layer's kind: every n-th layer has full attention, the others a window."""
+    """Lists Hugging Face's name of each layer's kind. Every n-th layer has full attention; the others have a window."""
     return ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(num_layers)]
 
 
 def pattern_from_hf(hf: Mapping[str, Any], default: int) -> int:
-    """Finds the n for which every n-th layer has full attention and the others a window.
+    """Finds the n such that every n-th layer has full attention and all others have a window.
 
     Raises:
-        ValueError: if the file has another order.
+        ValueError: if the layers in the file have another order.
     """
     # Depending on the version, files have one of these keys, or only `layer_types`.
     pattern = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or default
     kinds = hf.get("layer_types")
     if kinds is None:
         return pattern
-    # Without a full-attention layer: a pattern longer than the model.
+    # Without a layer with full attention, the pattern is longer than the model.
     first = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
     for candidate in (pattern, first):
         if kinds == layer_types(len(kinds), candidate):
@@ -214,7 +214,7 @@ def pattern_from_hf(hf: Mapping[str, Any], default: int) -> int:
 
 
 def check_layer_types(hf: Mapping[str, Any], is_windowed: Callable[[int], bool]) -> None:
-    """Compares `layer_types`, if the file has it, with the windowed layers implied by its other fields.
+    """Checks that `layer_types`, if the file has it, agrees with the windowed layers that its other fields imply.
 
     Raises:
         ValueError: if they differ.

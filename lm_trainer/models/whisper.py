@@ -40,7 +40,7 @@ def _to_hf(config: WhisperConfig) -> dict[str, Any]:
     generation = config.generation_config
     return {
         "max_source_positions": config.num_frames // 2,
-        # Written even if unset: the default applies to the published vocabulary.
+        # Written even if unset, because the default applies only to the published vocabulary.
         **{key: generation.get(key) for key in _OLD_GENERATION[:2]},
         "is_encoder_decoder": True,
     }
@@ -129,27 +129,27 @@ class WhisperConfig(DecoderConfig):
     frozen_params: ClassVar[frozenset[str]] = frozenset({"encoder.positions"})
 
     type: Literal["whisper"] = "whisper"
-    """The family."""
+    """Name of the model family."""
     seq_len: int = Field(default=448, gt=0)
-    """The longest text, in tokens."""
+    """Maximum text length in tokens."""
     num_layers: int = Field(default=4, gt=0)
     """Number of blocks of the decoder."""
     hidden_dim: int = Field(default=384, ge=4, multiple_of=2)
-    """Width of the residual streams; a multiple of num_heads and of encoder_heads."""
+    """Width of the residual streams; must be a multiple of num_heads and of encoder_heads."""
     num_heads: int = Field(default=6, gt=0)
-    """Attention heads of the decoder, in self-attention and in cross-attention."""
+    """Number of attention heads of the decoder, in self-attention and in cross-attention."""
     intermediate_dim: int = Field(default=1536, gt=0)
     """Width of the decoder's MLPs."""
     encoder_layers: int = Field(default=4, gt=0)
     """Number of blocks of the encoder."""
     encoder_heads: int = Field(default=6, gt=0)
-    """Attention heads of the encoder."""
+    """Number of attention heads of the encoder."""
     encoder_intermediate_dim: int = Field(default=1536, gt=0)
     """Width of the encoder's MLPs."""
     num_mels: int = Field(default=80, gt=0)
-    """Channels of the log-mel spectrogram."""
+    """Number of channels of the log-mel spectrogram."""
     num_frames: int = Field(default=3000, gt=0, multiple_of=2)
-    """Frames per row: 3000 are 30 s at 100 frames per second. Shorter audio is padded with silence."""
+    """Number of frames per row; 3000 are 30 s at 100 frames per second. Shorter audio is padded with silence."""
     activation_function: ActivationName = "gelu"
     """Activation of the MLPs: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh. The
     convolutions always use gelu."""
@@ -157,12 +157,12 @@ class WhisperConfig(DecoderConfig):
     """Standard deviation of the initial weights. Weights that write to a residual stream are initialised with this
     divided by sqrt(2 * layers of this stream)."""
     resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on the inputs of the first layers, and on the output of each sublayer before it is added to the residual
-    stream."""
+    """Dropout rate of the inputs of the first layers, and of the output of each sublayer before it is added to the
+    residual stream."""
     attn_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout of the attention probabilities."""
+    """Dropout rate of the attention probabilities."""
     decoder_start_token_id: int | None = Field(default=None, ge=0)
-    """The token that every text begins with, for `transformers` and for transcription."""
+    """Token at the beginning of every text, for `transformers` and for transcription."""
     pad_token_id: int | None = Field(default=None, ge=0)
     """Padding token of texts in `transformers`."""
     generation_config: dict[str, Any] = Field(default_factory=dict)
@@ -183,7 +183,7 @@ class WhisperConfig(DecoderConfig):
         return self.model_copy(update={"generation_config": {**self.generation_config, **settings}})
 
     def generation_to_hf(self, plain: Mapping[str, Any]) -> Mapping[str, Any]:
-        # Sampling settings are for free text generation; transcription takes the most likely text.
+        # Sampling settings are for free text generation, but transcription returns the most likely text.
         ids = {key: value for key, value in plain.items() if key.endswith("_token_id")}
         ids |= {"decoder_start_token_id": self.decoder_start_token_id, "pad_token_id": self.pad_token_id}
         return {**{key: value for key, value in ids.items() if value is not None}, **self.generation_config}
@@ -216,7 +216,7 @@ class WhisperConfig(DecoderConfig):
     def spec(self, vocab_size: int) -> DecoderSpec:
         norm = NormSpec()
         encoder_block = BlockSpec(
-            # No kernel computes attention without a mask.
+            # No kernel supports attention without a mask.
             replace(self._attention_spec(self.encoder_heads), scores=self._unmasked_score_spec()),
             self._mlp_spec(self.encoder_intermediate_dim),
             pre_norm=norm,

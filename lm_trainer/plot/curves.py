@@ -11,18 +11,18 @@ from lm_trainer.optim.schedule import Schedule
 from lm_trainer.run.config.run_config import RunConfig
 
 _SAMPLES = 1000
-"""Maximum points of a learning rate, in addition to the corners of its phases."""
+"""Maximum number of points of a learning rate curve, in addition to the corners of its phases."""
 
 
 class Curve(NamedTuple):
-    """Points connected by straight lines; a jump has two points at one step."""
+    """Points connected by straight lines. A jump has two points at the same step."""
 
     name: str
     points: tuple[tuple[int, float], ...]
 
 
 class Panel(NamedTuple):
-    """One panel; all panels share the steps of the run as horizontal axis."""
+    """One panel of a plot. All panels have the steps of the run as their horizontal axis."""
 
     title: str
     curves: tuple[Curve, ...]
@@ -32,15 +32,15 @@ class Marks(NamedTuple):
     """Steps that are marked in every panel."""
 
     warmups: tuple[tuple[int, int], ...]
-    """First step of each warm-up, and the step after it."""
+    """First step of each warm-up, and the first step after it."""
     minima: tuple[int, ...]
     """Steps at which decays end."""
     checkpoints: tuple[int, ...]
-    """Permanent checkpoints, and the last one."""
+    """Steps of the permanent checkpoints, and of the last checkpoint."""
 
 
 class SchedulePlot(NamedTuple):
-    """The panels and marks of a run of `num_steps`."""
+    """Panels and marks of a run of `num_steps` steps."""
 
     num_steps: int
     panels: tuple[Panel, ...]
@@ -48,7 +48,7 @@ class SchedulePlot(NamedTuple):
 
 
 def plot_schedules(config: RunConfig) -> SchedulePlot:
-    """Plots the learning rate, batch size and mixture weights of a configuration over its steps; needs no device."""
+    """Computes the curves of a configuration's learning rate, batch size and mixture weights. Needs no device."""
     trainer, data = config.trainer, config.data
     total, rate = trainer.num_train_steps, config.learning_rate()
     panels = [
@@ -65,12 +65,12 @@ def plot_schedules(config: RunConfig) -> SchedulePlot:
 
 
 def rate_points(rate: Schedule, total: int) -> tuple[tuple[int, float], ...]:
-    """The learning rate of a run of `total` steps at its corners and evenly between them."""
-    # Evenly spaced points would miss corners, even the peak of a short warm-up.
+    """Samples the learning rate of a run of `total` steps at its corners, and at even intervals between them."""
+    # Evenly spaced points would miss corners, such as the peak of a short warm-up.
     corners = {
         step
         for cycle in rate.cycles
-        # Up to the last step of a cycle: at its end, the next one has begun.
+        # Up to the last step of a cycle, because the next cycle begins at its end.
         for step in (cycle.start, cycle.start + cycle.warmup, cycle.decay_start, cycle.end - 1)
     }
     even = {(total - 1) * index // _SAMPLES for index in range(_SAMPLES + 1)}
@@ -78,7 +78,7 @@ def rate_points(rate: Schedule, total: int) -> tuple[tuple[int, float], ...]:
 
 
 def _piecewise_points(values: Piecewise[int] | Piecewise[float], total: int) -> tuple[tuple[int, float], ...]:
-    """A piecewise constant value: the two ends of each stair."""
+    """Returns both ends of each constant segment of a piecewise constant value."""
     points: list[tuple[int, float]] = []
     for start, end, value in zip(values.starts, (*values.starts[1:], total), values.values, strict=True):
         if start < total:
@@ -95,7 +95,7 @@ def _find_marks(rate: Schedule, keep: Sequence[KeepEvery], total: int) -> Marks:
 
 
 def _permanent_steps(keep: Sequence[KeepEvery], total: int) -> Iterator[int]:
-    # As `is_permanent`: each entry applies to the steps after the previous entry, and multiples count from step 0.
+    # As in `is_permanent`, each entry applies to the steps after the previous entry, and multiples count from step 0.
     covered = 0
     for entry in keep:
         until = total if entry.until is None else min(entry.until, total)

@@ -18,10 +18,10 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def save_image(plot: SchedulePlot, path: AnyPath) -> None:
-    """Draws every panel, 1000 x 260 pixels each, in a PNG, SVG or PDF file.
+    """Draws every panel, 1000 x 260 pixels each, to a PNG, SVG or PDF file.
 
     Raises:
-        UserError: for another file type, an unwritable file, or without matplotlib.
+        UserError: if the file has another type or cannot be written, or matplotlib is not installed.
     """
     path = local_path(path)
     if path.suffix.lower() not in _SUFFIXES:
@@ -34,14 +34,14 @@ def save_image(plot: SchedulePlot, path: AnyPath) -> None:
             "the terminal"
         ) from None
 
-    # Not `pyplot`, which keeps figures alive and looks for a display.
+    # `pyplot` is not used, because it keeps figures alive and looks for a display.
     figure = Figure(figsize=(SIZE[0], SIZE[1] * len(plot.panels)), dpi=DPI, layout="constrained")
     axes = figure.subplots(len(plot.panels), sharex=True, squeeze=False)[:, 0]
     for panel, axis in zip(plot.panels, axes, strict=True):
         for curve in panel.curves:
             axis.plot(*zip(*curve.points, strict=True), label=curve.name, linewidth=1.5)
         axis.set_ylabel(panel.title)
-        # From 0 in every panel, so heights are comparable.
+        # The axis starts at 0 in every panel, so that heights are comparable.
         axis.set_ylim(bottom=0)
         axis.set_xlim(0, plot.num_steps)
         if len(panel.curves) > 1:
@@ -55,7 +55,7 @@ def save_image(plot: SchedulePlot, path: AnyPath) -> None:
 
 
 def _draw_marks(marks: Marks, axes: list[Axes]) -> list[Any]:
-    """Draws bands and lines in every panel, and triangles below the first; returns the legend's handles."""
+    """Draws bands and lines in every panel, and triangles below the first. Returns the handles of the legend."""
     for axis in axes:
         # Marks span the height of a panel: x in steps, y from 0 to 1.
         frame = axis.get_xaxis_transform()

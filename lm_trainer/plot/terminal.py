@@ -1,4 +1,4 @@
-"""Schedule plots as text: lines of Braille dots, and a row for each kind of mark."""
+"""Schedule plots as text: curves of Braille dots, and a row for each kind of mark."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from plotille import Canvas
 from lm_trainer.plot.curves import Curve, Marks, Panel, SchedulePlot
 
 _MARGIN = 12
-"""Columns left of a panel, for labels."""
+"""Number of columns for labels to the left of a panel."""
 _LISTED = 6
-"""Maximum number of steps listed by number."""
+"""Maximum number of steps that are listed individually."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def to_text(plot: SchedulePlot, *, width: int = 80, height: int = 10) -> str:
-    """Formats all panels, one below the other; constant values are only printed.
+    """Formats all panels, one below the other. A constant value is printed instead of plotted.
 
     Args:
         plot: the panels and marks to draw.
-        width: columns of the terminal.
-        height: lines of each panel.
+        width: width of the terminal in columns.
+        height: height of each panel in lines.
     """
     columns = max(20, width - _MARGIN - 1)
     marks = [*(row.rstrip() for row in _mark_rows(plot, columns)), "", *_describe_marks(plot.marks)]
@@ -52,7 +52,7 @@ def _format_panel(panel: Panel, total: int, columns: int, height: int) -> list[s
 
 
 def _draw_curve(canvas: Canvas, curve: Curve, scale: tuple[float, float], letter: str) -> None:
-    """Draws the lines, with the letter on each level part unless it is a space."""
+    """Draws a curve. Puts `letter` on each level part, unless it is a space."""
     dots = [(step * scale[0], value * scale[1]) for step, value in curve.points]
     for (x0, y0), (x1, y1) in zip(dots, dots[1:] or dots, strict=False):
         canvas.line(x0, y0, x1, y1)
@@ -67,7 +67,7 @@ def _legend_lines(panel: Panel) -> Iterator[str]:
 
 
 def _mark_rows(plot: SchedulePlot, columns: int) -> Iterator[str]:
-    """One row for each kind of mark, aligned with the panels."""
+    """Yields one row for each kind of mark, aligned with the panels."""
     marks = plot.marks
     spans = [(start, end, "~") for start, end in marks.warmups]
     for name, marked in (
@@ -77,7 +77,7 @@ def _mark_rows(plot: SchedulePlot, columns: int) -> Iterator[str]:
     ):
         row = [" "] * columns
         for start, end, sign in marked:
-            # Rounded to dots first, as in the panel, so marks align with it.
+            # Rounded to dots first, as in the panel, so that marks align with it.
             first, last = (round(step * (2 * columns - 1) / plot.num_steps) // 2 for step in (start, end))
             row[first : last + 1] = sign * (last + 1 - first)
         if marked:

@@ -22,18 +22,19 @@ _ATTEMPTS = 100
 
 
 def fit_resamples(points: Points, law: Law, settings: FitSettings) -> Law:
-    """Fits laws to resamples of the points; their constants are arrays.
+    """Fits a law to each resample of the points; returns them as one `Law` whose constants are arrays.
 
-    `residuals` keeps every N and D and redraws the errors of log L: each is divided by sqrt(1 - its leverage), all are
-    centred, and widened by the ratio of Student's t to the normal quantile, to avoid too narrow intervals with few
-    points. `points` draws points and `runs` complete runs, with replacement.
+    `residuals` keeps every N and D, and redraws the errors of log L. Each error is divided by sqrt(1 - leverage of its
+    point). The errors are then centred, and scaled by the ratio of Student's t quantile to the normal quantile, because
+    intervals would otherwise be too narrow with few points. `points` draws points with replacement, and `runs` draws
+    complete runs with replacement.
 
     Raises:
-        UserError: with too few points or runs to draw from.
+        UserError: if there are too few points or runs to draw from.
     """
     draws, unit = settings.draws, settings.resample
     design, rng = Design.from_points(points.num_params, points.tokens), np.random.default_rng([settings.seed, 1])
-    # Start from the law of the original points, which is close to all others: no second grid search.
+    # Start from the law of the original points instead of a grid search, since it is close to all other laws.
     start_RK = np.tile(design.to_constants(law), (draws, 1))
     if unit == "residuals":
         errors_P = residual_errors(points, law) * student_t_factor(len(points), settings.level)
@@ -47,34 +48,35 @@ def fit_resamples(points: Points, law: Law, settings: FitSettings) -> Law:
 
 
 def residual_errors(points: Points, law: Law) -> np.ndarray:
-    """Errors of log L (P,), corrected for the leverage of each point, and centred.
+    """Computes the errors of log L (P,), corrected for the leverage of each point and centred.
 
-    A residual has the variance s^2 (1 - leverage) of the noise s^2 (Davison and Hinkley 1997, section 6.2).
+    If the noise has the variance s^2, a residual has the variance s^2 (1 - leverage) (Davison and Hinkley 1997, section
+    6.2).
     """
     errors_P = np.log(points.loss / law.loss(points.num_params, points.tokens))
     return (corrected := errors_P / np.sqrt(1 - leverage(points, law))) - corrected.mean()
 
 
 def leverage(points: Points, law: Law) -> np.ndarray:
-    """Leverage of each point (P,), between 0 and 1: the diagonal of the hat matrix of the linearised law."""
+    """Computes the leverage of each point (P,), from 0 to 1: the diagonal of the linearised law's hat matrix."""
     design = Design.from_points(points.num_params, points.tokens)
     predicted_P, slopes_PK = design.predict(design.to_constants(law))
-    # J (J'J)^-1 J' = U U' without inverting anything; directions not determined by the points are left out.
+    # J (J'J)^-1 J' = U U' needs no inverse. Directions that the points do not determine are left out.
     u_PK, size_K, _ = np.linalg.svd(slopes_PK / predicted_P[:, None], full_matrices=False)
     determined_PK = u_PK[:, size_K > 1e-12 * size_K[0]]
-    # A point that is the only one to determine a constant has leverage 1 and no residual; the bound avoids dividing
-    # by zero.
+    # If a constant is determined by a single point, this point has leverage 1 and no residual. The bound avoids a
+    # division by zero.
     return np.minimum((determined_PK**2).sum(-1), 1 - 1 / len(points))
 
 
 def student_t_factor(count: int, level: float) -> float:
-    """Student's t over the normal quantile, with the degrees of freedom left by the constants."""
+    """Computes the ratio of Student's t quantile to the normal quantile. Each constant uses up a degree of freedom."""
     tail = (1 + level) / 2
     return float(stats.t.ppf(tail, max(count - NUM_CONSTANTS, 1)) / stats.norm.ppf(tail))
 
 
 def _draw_counts(points: Points, unit: str, draws: int, rng: np.random.Generator) -> np.ndarray:
-    """Counts of each point in each resample (R, P); resamples without enough sizes or points are redrawn."""
+    """Draws the count of each point in each resample (R, P). Redraws resamples without enough sizes or points."""
     names = points.runs if unit == "runs" else range(len(points))
     units, of_P = np.unique(np.array(names), return_inverse=True)
     if unit == "runs" and len(units) < _FEWEST_RUNS:
@@ -84,7 +86,8 @@ def _draw_counts(points: Points, unit: str, draws: int, rng: np.random.Generator
         )
     weights = []
     for _ in range(draws * _ATTEMPTS):
-        # Drawing units with replacement is the same as weighting points by counts, which keeps one shape for all.
+        # Drawing units with replacement is the same as weighting points by counts, which gives all resamples the same
+        # shape.
         count_P = np.bincount(rng.integers(0, len(units), len(units)), minlength=len(units))[of_P]
         chosen = count_P > 0
         if len(np.unique(points.num_params[chosen])) >= 3 and chosen.sum() > NUM_CONSTANTS:
@@ -95,8 +98,8 @@ def _draw_counts(points: Points, unit: str, draws: int, rng: np.random.Generator
 
 
 def central_interval(values: Any, level: float) -> tuple[float, float]:
-    """The central interval with a fraction `level` of the draws."""
-    # A draw without an optimum is NaN and is ignored.
+    """Returns the central interval that contains a fraction `level` of the draws."""
+    # A draw without an optimum is NaN, and is ignored.
     with np.errstate(invalid="ignore"):
         low, high = np.nanquantile(values, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)

@@ -20,7 +20,7 @@ _FEWEST = 6
 
 @dataclass(frozen=True)
 class AccuracySigmoid:
-    """Constants of the sigmoid: numbers, or arrays of one shape for many sigmoids."""
+    """Constants of the sigmoid: numbers, or arrays of equal shape for many sigmoids."""
 
     a: Any
     k: Any
@@ -28,19 +28,20 @@ class AccuracySigmoid:
     b: Any
 
     def accuracy(self, loss: Any) -> Any:
-        """The accuracy at a loss: close to b far above L0, and to a + b far below."""
+        """Computes the accuracy at a loss. It approaches b for losses far above L0, and a + b for losses far below."""
         # Beyond 500 the exponential would overflow, and the sigmoid is flat anyway.
         return self.a / (1 + np.exp(np.clip(self.k * (loss - self.L0), -500, 500))) + self.b
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data with all digits."""
+        """Returns the constants as plain data at full precision."""
         return {name: np.asarray(value).tolist() for name, value in asdict(self).items()}
 
 
 def fit_accuracy_sigmoid(
     loss: np.ndarray, accuracy: np.ndarray, *, draws: int, seed: int
 ) -> tuple[AccuracySigmoid, AccuracySigmoid]:
-    """Least squares, with the ideal point (loss 0, accuracy 1) as in the paper, and `draws` resamples of the points.
+    """Fits the sigmoid by least squares to the points and to resamples, each with the ideal point (loss 0, accuracy 1)
+    of the paper.
 
     Args:
         loss: losses of the points.
@@ -49,10 +50,10 @@ def fit_accuracy_sigmoid(
         seed: seed of the resamples.
 
     Returns:
-        The sigmoid of the points, and the sigmoids of the resamples as arrays.
+        The sigmoid fitted to the points, and the sigmoids fitted to the resamples, whose constants are arrays.
 
     Raises:
-        UserError: with fewer than six points, or if the accuracy is constant.
+        UserError: if there are fewer than six points, or the accuracy is constant.
     """
     if len(loss) < _FEWEST:
         raise UserError(f"--task: a sigmoid needs at least {_FEWEST} points, there are {len(loss)}")
@@ -63,7 +64,7 @@ def fit_accuracy_sigmoid(
     rows = []
     while len(rows) < draws:
         chosen = rng.integers(0, len(loss), len(loss))
-        # Redraw resamples with too few different points or a constant accuracy: they determine no sigmoid.
+        # Resamples with too few different points or a constant accuracy determine no sigmoid, and are redrawn.
         if len(np.unique(chosen)) >= _FEWEST - 1 and np.ptp(accuracy[chosen]) > 0:
             rows.append(_fit_sigmoid(loss[chosen], accuracy[chosen], best))
     return AccuracySigmoid(*best), AccuracySigmoid(*np.array(rows).reshape(-1, 4).T)
@@ -80,8 +81,8 @@ def _fit_sigmoid(loss: np.ndarray, accuracy: np.ndarray, start: np.ndarray | Non
 
     middle, spread = float(np.median(loss[:-1])), max(float(np.ptp(loss[:-1])), 1e-3)
     low = float(accuracy.min())
-    # Fitting a sigmoid has several local minima: start from a grid of steepness and middle, and for a resample from
-    # the fit of all points.
+    # The objective has several local minima. Start from a grid of steepness and midpoint, or for a resample from the
+    # fit of all points.
     starts = (
         [start]
         if start is not None

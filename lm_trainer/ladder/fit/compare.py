@@ -1,4 +1,4 @@
-"""Compute multipliers: how much compute one recipe saves over another."""
+"""Compute multipliers: how much compute one recipe saves compared with another."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from lm_trainer.ladder.fit.predict import MAX_EXTRAPOLATION, Range, check_range
 from lm_trainer.ladder.tables import format_table
 
 _REACH = 30.0
-"""Half the range of the bisection, in log FLOPs."""
+"""Half the width of the initial interval of the bisection, in log FLOPs."""
 _HALVINGS = 60
-"""Leaves 60 / 2^60 = 5e-17 of log FLOPs, below the precision of a double."""
+"""Number of bisection steps. The final interval is 60 / 2^60 = 5e-17 in log FLOPs, below the precision of a double."""
 
 
 @dataclass(frozen=True)
 class Multiplier:
-    """Comparison at one compute budget of A."""
+    """Comparison of two recipes A and B at one compute budget of A."""
 
     flops: float
     loss: float
-    """Loss of A at this compute."""
+    """Loss of A at this compute budget."""
     difference: Range
-    """Loss of B minus loss of A, at the same compute."""
+    """Loss of B minus loss of A at this compute budget."""
     multiplier: Range
-    """Compute of A over the compute of B for the same loss; 0 if B never reaches it."""
+    """Compute of A divided by the compute that B needs for the same loss; 0 if B never reaches this loss."""
     ratio: float
-    """Ratio of the compute to the largest rung of the smaller ladder."""
+    """Ratio of the compute budget to the compute of the largest rung of the smaller ladder."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data with all digits."""
+        """Returns the comparison as plain data at full precision."""
         return asdict(self)
 
 
@@ -49,28 +49,28 @@ def compare(
     max_extrapolation: float = MAX_EXTRAPOLATION,
     extrapolate: bool = False,
 ) -> list[Multiplier]:
-    """The compute multiplier of B over A, with both trained on `tokens_per_param` N tokens.
+    """Computes the compute multiplier of B over A, if both are trained on `tokens_per_param` * N tokens.
 
     Args:
         a: the baseline recipe.
         b: the other recipe.
-        flops: computes (6 N D) of A; by default the middle and the end of the range covered by both ladders, and ten
-            times the end.
-        tokens_per_param: by default the geometric mean over all points.
+        flops: compute budgets (6 N D) of A. By default the middle and the end of the range that both ladders cover, and
+            ten times the end.
+        tokens_per_param: number of tokens per parameter; by default the geometric mean over all points.
         max_extrapolation: as in `lm_trainer.ladder.fit.predict.predict`.
         extrapolate: as in `lm_trainer.ladder.fit.predict.predict`.
 
     Raises:
-        UserError: for fits of different metrics, and for computes too far beyond the rungs.
+        UserError: if the fits are for different metrics, or a compute budget is too far beyond the rungs.
     """
     if a.points.metric != b.points.metric:
         raise UserError(f"A is a fit of {a.points.metric}, B of {b.points.metric}; a comparison needs one metric")
     if a.settings.level != b.settings.level:
         raise UserError(f"A has intervals of {a.settings.level:.0%}, B of {b.settings.level:.0%}; fit with one --level")
-    # Average ratios in log space: power laws are linear there.
+    # Ratios are averaged in log space, where power laws are linear.
     ratios = np.concatenate([f.points.tokens / f.points.num_params for f in (a, b)])
     per_param = tokens_per_param or float(np.exp(np.log(ratios).mean()))
-    # A comparison reaches only as far as the weaker of the two fits.
+    # A comparison extrapolates only as far as the fit with the smaller range allows.
     nearer = a if a.max_flops < b.max_flops else b
     if not flops:
         least = max(float(f.points.flops.min()) for f in (a, b))
@@ -85,7 +85,7 @@ def compare(
 
 def _compare_at_compute(a: Fit, b: Fit, flops: float, per_param: float, ratio: float) -> Multiplier:
     level, count = a.settings.level, min(a.settings.draws, b.settings.draws)
-    # Shuffled, since bootstraps with the same seed draw the same points.
+    # Shuffled, because two bootstraps with the same seed draw the same points.
     order = np.random.default_rng([a.settings.seed, b.settings.seed, 4]).permutation(count)
     draws_a, draws_b = a.draws.select(slice(count)), b.draws.select(order)
     loss_a, drawn_a = (_loss_at_compute(law, flops, per_param) for law in (a.law, draws_a))
@@ -109,19 +109,19 @@ def _loss_at_compute(law: Law, flops: Any, per_param: float) -> Any:
 
 
 def _solve_multiplier(law: Law, loss: Any, flops: float, per_param: float) -> Any:
-    """`flops` over the compute of the law for this loss, by bisection, since the loss falls with compute."""
+    """Divides `flops` by the compute at which the law reaches `loss`, found by bisection as loss falls with compute."""
     low, high = (np.full(np.shape(loss), np.log(flops) + sign * _REACH) for sign in (-1, 1))
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         above = _loss_at_compute(law, np.exp(middle), per_param) > loss
         low, high = np.where(above, middle, low), np.where(above, high, middle)
-    # A law with a floor E above the loss never reaches it, with any compute.
+    # A law whose floor E is above the loss never reaches it with any compute.
     reached = _loss_at_compute(law, np.exp(np.log(flops) + _REACH), per_param) <= loss
     return np.where(reached, np.exp(np.log(flops) - (low + high) / 2), 0.0)
 
 
 def format_comparison(multipliers: Sequence[Multiplier], level: float) -> str:
-    """Table for the terminal."""
+    """Formats the comparisons as a table for the terminal."""
     rows = [
         [
             f"{m.flops:.3g}",
@@ -137,7 +137,7 @@ def format_comparison(multipliers: Sequence[Multiplier], level: float) -> str:
 
 
 def verdict(multipliers: Sequence[Multiplier], level: float) -> str:
-    """The conclusion from the intervals."""
+    """Returns the conclusion that the intervals allow, as a sentence."""
     better = [m.multiplier.low > 1 for m in multipliers]
     worse = [m.multiplier.high < 1 for m in multipliers]
     if all(better):

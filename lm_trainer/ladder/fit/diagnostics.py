@@ -1,6 +1,6 @@
-"""Evidence against a fit: undetermined constants, overly influential points, and hold-outs.
+"""Evidence against a fit: undetermined constants, overly influential points, and errors on held-out points.
 
-Dimensions: R laws, one for each left-out point, and P points.
+Dimensions: R laws (one per left-out point), P points.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from lm_trainer.ladder.fit.predict import Range, predict
 from lm_trainer.ladder.fit.solver import EXPONENTS, Design, refine
 
 _EXTRAPOLATION = 10.0
-"""Multiple of the largest rung's compute, used to measure the effect of single points."""
+"""Multiple of the largest rung's compute at which the effect of single points is measured."""
 _OUTLIER_CHANCE = 0.01
-"""Probability of a false outlier, over all points."""
+"""Probability that any point is falsely reported as an outlier."""
 _TRADE_OFF = 0.98
-"""Correlation of two constants over the draws, above which they are reported to trade off."""
+"""Correlation of two constants over the draws above which they are reported as trading off."""
 _INFLUENTIAL = 0.5
-"""Shift caused by a single point, as a fraction of the interval's half-width, above which it is reported."""
+"""Shift that a single point causes, as a fraction of the interval's half-width, above which it is reported."""
 
 
 class HeldOutPoint(NamedTuple):
-    """A held-out point, and its prediction by the law of the others."""
+    """A held-out point, and its prediction by a law fitted to the other points."""
 
     label: str
     measured: float
@@ -37,31 +37,32 @@ class HeldOutPoint(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative error: above 0 if the prediction is too high."""
+        """Relative error of the prediction; positive if the prediction is too high."""
         return self.predicted.value / self.measured - 1
 
 
 @dataclass(frozen=True)
 class Influence:
-    """Influence of single points on a fit; arrays have shape (P,)."""
+    """Influence of single points on a fit. All arrays have shape (P,)."""
 
     shifts: np.ndarray
-    """Relative change of the loss at ten times the compute of the largest rung, without each point."""
+    """Relative change of the predicted loss at ten times the compute of the largest rung if the point is left out."""
     z_scores: np.ndarray
-    """Error of each point under the law of the other points, in standard deviations of their noise."""
+    """Error of each point under a law fitted to the other points, in standard deviations of their noise."""
 
 
 def backtest(fitted: Fit) -> list[HeldOutPoint]:
-    """Fits without the largest size and predicts it, or without the largest compute if too few sizes would remain.
+    """Predicts the points of the largest size, or of the largest compute, with a fit to all other points.
 
-    Returns an empty list if too few points would remain.
+    The largest compute is held out if too few sizes would remain otherwise. Returns an empty list if too few points
+    would remain in both cases.
     """
     points = fitted.points
     for held in (points.num_params == points.sizes[-1], points.flops == points.flops.max()):
         try:
             reduced = fit(points.select(~held), fitted.settings)
         except UserError:
-            # Too few sizes or points remain: try the smaller hold-out.
+            # If too few sizes or points remain, try the smaller hold-out.
             continue
         target = points.select(held)
         return [
@@ -76,22 +77,22 @@ def measure_influence(fitted: Fit) -> Influence:
     points, count = fitted.points, len(fitted.points)
     design = Design.from_points(points.num_params, points.tokens)
     start_RK = np.tile(design.to_constants(fitted.law), (count, 1))
-    # Law r has weight 0 for point r, so all laws are refined as one batch.
+    # Point r has weight 0 in the fit of law r, so all laws are refined as one batch.
     weights_RP = 1.0 - np.eye(count)
     loss_RP = np.tile(points.loss, (count, 1))
     laws = design.to_law(refine(design, loss_RP, weights_RP, start_RK, fitted.settings.objective)[0])
     ahead = _extrapolation_target(fitted)
     shifts = laws.loss(*ahead) / fitted.law.loss(*ahead) - 1
     errors_RP = np.log(points.loss / laws.select(np.s_[:, None]).loss(points.num_params, points.tokens))
-    # The error of a left-out point is its residual / (1 - leverage), and its standard deviation is the noise /
-    # sqrt(1 - leverage): an externally studentized residual.
+    # The error of a left-out point is residual / (1 - leverage), with the standard deviation noise / sqrt(1 -
+    # leverage). Their ratio is the externally studentized residual.
     inflated = np.sqrt(1 / (1 - leverage(points, fitted.law)))
     noise_R = np.sqrt((errors_RP**2 * weights_RP).sum(-1) / max(count - len(CONSTANTS) - 1, 1))
     return Influence(shifts, np.diagonal(errors_RP) / np.maximum(noise_R * inflated, 1e-12))
 
 
 def collect_caveats(fitted: Fit, effect: Influence | None = None) -> list[str]:
-    """Caveats to read before trusting the constants."""
+    """Lists caveats that users should read before they trust the constants."""
     return [
         *fitted.points.notes,
         *_bound_caveats(fitted),
@@ -119,7 +120,7 @@ def _identifiability_caveats(fitted: Fit) -> list[str]:
     messages, unidentified, level = [], [], fitted.settings.level
     for name in ("E", "alpha", "beta"):
         low, high = fitted.interval(name)
-        # Wider than a factor of two, and not only by rounding.
+        # The interval spans more than a factor of two, by more than rounding.
         if high > 2 * max(low, 1e-12) and high - low > 1e-6:
             unidentified.append(name)
     if unidentified:
@@ -145,7 +146,7 @@ def _identifiability_caveats(fitted: Fit) -> list[str]:
 def _point_caveats(fitted: Fit, effect: Influence) -> list[str]:
     points = fitted.points
     count = len(points)
-    # Bonferroni: the chance of any outlier among all points, tested on both sides.
+    # Bonferroni correction: two-sided, for the probability of any false outlier among all points.
     limit = stats.t.ppf(1 - _OUTLIER_CHANCE / (2 * count), max(count - len(CONSTANTS) - 1, 1))
     far = f"the loss at {_EXTRAPOLATION:g} times the largest compute changes by"
     messages = [
@@ -156,7 +157,7 @@ def _point_caveats(fitted: Fit, effect: Influence) -> list[str]:
     drawn = predict(fitted, *_extrapolation_target(fitted), extrapolate=True).law
     half = (drawn.high - drawn.low) / 2 / drawn.value
     worst = int(np.argmax(np.abs(effect.shifts)))
-    # Outliers are already reported with their effect.
+    # Outliers are reported above together with their effect.
     if half > 1e-9 and abs(effect.shifts[worst]) > max(_INFLUENTIAL * half, 1e-4) and not messages:
         messages.append(
             f"the most influential point is {points.labels[worst]}: without it {far} {effect.shifts[worst]:+.2%}"

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _SIZE = (7.2, 4.4)
-"""Inches."""
+"""Size of a plot in inches."""
 _STYLE: dict[Any, Any] = {
-    # Without a salt, the identifiers of an SVG are random, and every report would differ.
+    # Without a salt, the identifiers in an SVG are random, and every report would be different.
     "svg.hashsalt": "ladder",
     "font.size": 10,
     "axes.spines.top": False,
@@ -35,17 +35,17 @@ _STYLE: dict[Any, Any] = {
 }
 _BAND = "0.6"
 _EXTRAPOLATION = 10.0
-"""Multiple of the largest rung's compute, up to which laws are drawn."""
+"""Multiple of the largest rung's compute up to which laws are drawn."""
 _COMPUTES = 6
-"""Curves in the plot of losses at one compute."""
+"""Number of curves in the IsoFLOP plot, one per compute budget."""
 
 
 @contextlib.contextmanager
 def _svg_axes(pictures: list[str]) -> Iterator[Axes]:
-    """Axes to draw on; their SVG is appended to `pictures`.
+    """Provides axes to draw on, and appends their SVG to `pictures` when the block ends.
 
     Raises:
-        UserError: without matplotlib.
+        UserError: if matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -53,7 +53,7 @@ def _svg_axes(pictures: list[str]) -> Iterator[Axes]:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError("pictures need matplotlib: pip install 'lm_trainer[ladder]'") from None
-    # No pyplot: it keeps every figure, and sets a backend for the entire process.
+    # pyplot is not used, because it keeps every figure and sets a backend for the entire process.
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=_SIZE, layout="constrained")
         FigureCanvasSVG(figure)
@@ -64,8 +64,8 @@ def _svg_axes(pictures: list[str]) -> Iterator[Axes]:
 
 
 def inline_svg(svg: str, number: int) -> str:
-    """An SVG file as an element of a page, with unique identifiers."""
-    # Drop the XML header and the document type of the file.
+    """Turns the content of an SVG file into an element of a page, with identifiers that are unique in the page."""
+    # Drop the XML declaration and the document type of the file.
     body = svg[svg.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     return re.sub(r'(id="|href="#|url\(#)', rf"\g<1>f{number}-", body)
@@ -74,12 +74,12 @@ def inline_svg(svg: str, number: int) -> str:
 def _colors(count: int) -> list:
     from matplotlib import colormaps
 
-    # Up to 0.88: the yellow at the end is hard to see on white.
+    # Only up to 0.88, because the yellow at the end of the colormap is hard to see on white.
     return [colormaps["viridis"](x) for x in np.linspace(0, 0.88, count)]
 
 
 def draw_plots(fit: Fit, held: list[HeldOutPoint], target: Prediction | None) -> list[tuple[str, str, str]]:
-    """Draws all plots; returns (title, SVG, caption) of each."""
+    """Draws all plots. Returns (title, SVG, caption) of each plot."""
     pictures: list[str] = []
     with _svg_axes(pictures) as axes:
         _plot_loss(axes, fit, target)
@@ -119,7 +119,7 @@ def _plot_loss(axes: Axes, fit: Fit, target: Prediction | None) -> None:
     if law.A > 0 and law.B > 0:
         flops = np.geomspace(points.flops.min(), end, 80)
         best = law.loss(*law.optimum(flops))
-        # (draws, 1) against (computes,).
+        # Constants of shape (draws, 1) broadcast against FLOPs of shape (computes,).
         drawn = fit.draws.select((slice(None), None))
         with np.errstate(invalid="ignore"):
             losses = drawn.loss(*drawn.optimum(flops))
@@ -172,7 +172,7 @@ def _plot_isoflop(axes: Axes, fit: Fit) -> None:
     smallest, largest = points.num_params.min() / 3, points.num_params.max() * 30
     middle = np.sqrt(FLOPS_PER_PARAM * np.exp(np.log(points.tokens / points.num_params).mean()))
     for value, color in zip(flops, _colors(_COMPUTES), strict=True):
-        # A twentieth to twenty times the size with the points' mean number of tokens per parameter.
+        # From 1/20 to 20 times the size that has the points' mean number of tokens per parameter.
         best_size = np.sqrt(value) / middle
         sizes = np.geomspace(max(best_size / 20, smallest / 10), min(best_size * 20, largest), 120)
         losses = law.loss(sizes, value / (FLOPS_PER_PARAM * sizes))
@@ -183,7 +183,7 @@ def _plot_isoflop(axes: Axes, fit: Fit) -> None:
     position = np.log(points.flops / flops[0]) / np.log(flops[-1] / flops[0])
     axes.scatter(points.num_params, points.loss, 14, [viridis(0.88 * x) for x in position], label="measured")
     axes.set(xscale="log", xlabel="parameters N", ylabel=points.metric)
-    # Curves of small computes rise far above the measurements, and would squeeze the points together.
+    # Curves for small compute budgets rise far above the measurements, and would squeeze the points together.
     span = np.ptp(points.loss)
     lowest = float(law.loss(*law.optimum(flops[-1]))) if law.A > 0 and law.B > 0 else points.loss.min()
     axes.set_ylim(min(lowest, points.loss.min()) - 0.1 * span, points.loss.max() + 0.4 * span)

@@ -1,4 +1,4 @@
-"""Fits the law to points, with intervals; fits are saved as JSON."""
+"""Fits the law to points, with intervals, and saves fits as JSON."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from lm_trainer.ladder.fit.solver import Design, fit_by_variable_projection
 
 _FEWEST_POINTS = NUM_CONSTANTS + 1
 _FEWEST_SIZES = 3
-"""A constant, a factor and an exponent in N, and the same in D, need three different values of each."""
+"""Minimum number of different values of N, and of D: each has a factor and an exponent, and there is a constant."""
 _CHAIN_DRAWS = 200
-"""Maximum number of resamples of the sigmoid: each needs a separate fit."""
+"""Maximum number of resamples for the sigmoid, because each needs a separate fit."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A law with its bootstrap."""
+    """A fitted law and its bootstrap."""
 
     points: Points
     settings: FitSettings
     law: Law
     draws: Law
-    """The laws of the resamples; each constant is an array (draws,)."""
+    """Laws fitted to the resamples. Each constant is an array of shape (draws,)."""
     chain: AccuracySigmoid | None = None
     """The sigmoid from the loss to an accuracy."""
     chain_draws: AccuracySigmoid | None = None
@@ -47,21 +47,21 @@ class Fit:
 
     @property
     def noise(self) -> float:
-        """The standard deviation of log L of one measurement, from the residuals."""
+        """Standard deviation of log L of a single measurement, estimated from the residuals."""
         # The five fitted constants use up five degrees of freedom.
         return float(np.sqrt((self.errors**2).sum() / (len(self.points) - NUM_CONSTANTS)))
 
     @property
     def max_flops(self) -> float:
-        """6 N D of the largest rung."""
+        """Compute (6 N D) of the largest rung."""
         return float(self.points.flops.max())
 
     def interval(self, constant: str) -> tuple[float, float]:
-        """The interval of one constant."""
+        """Returns the interval of one constant."""
         return central_interval(getattr(self.draws, constant), self.settings.level)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data with all digits, for `from_dict`."""
+        """Returns the fit as plain data at full precision, for `from_dict`."""
         return {
             "format": "lm_trainer ladder fit 1",
             "law": self.law.as_dict(),
@@ -75,7 +75,7 @@ class Fit:
         }
 
     def digest(self) -> str:
-        """SHA-256 of the complete fit, including the draws."""
+        """Computes the SHA-256 of the complete fit, including the draws."""
         return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()
 
 
@@ -92,7 +92,7 @@ def fit(points: Points, settings: FitSettings | None = None) -> Fit:
     else:
         design = Design.from_points(points.num_params, points.tokens)
         law = design.to_law(fit_by_variable_projection(design, points.loss))
-    # Plain floats, as JSON returns them: a saved and reloaded fit then has the same digest.
+    # Plain floats, as in JSON, so that a fit has the same digest after it is saved and read.
     law = Law(*(float(getattr(law, name)) for name in CONSTANTS))
     drawn = fit_resamples(points, law, settings)
     if points.task is None:
@@ -116,7 +116,7 @@ def _check_points(points: Points) -> None:
         )
     if lengths < _FEWEST_SIZES:
         raise UserError(f"{label} and {lengths} lengths: E, B and beta cannot be told apart; raise chinchilla_multiple")
-    # If D / N is the same everywhere, D is N times a constant, and the effects of both cannot be separated.
+    # If D / N is the same for all points, the effects of N and D cannot be separated.
     spread = np.log(points.tokens / points.num_params)
     if np.ptp(spread) < 0.05:
         raise UserError(
@@ -133,7 +133,7 @@ def save(fitted: Fit, path: AnyPath) -> None:
 
 
 def is_fit(plain: Any) -> bool:
-    """True for JSON that holds a fit."""
+    """Returns True if parsed JSON contains a fit."""
     return isinstance(plain, dict) and str(plain.get("format", "")).startswith("lm_trainer ladder fit")
 
 

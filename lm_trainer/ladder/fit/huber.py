@@ -1,4 +1,4 @@
-"""Huber's function of the errors of log L, minimised by L-BFGS-B, as in the papers."""
+"""Fits the law by minimising the Huber loss of the errors of log L with L-BFGS-B, as in the papers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ STARTS = {
     ],
     "olmo": [(3.0, 6.0, 0.1, 0.2, 1.0)],
 }
-"""(log A, log B, alpha, beta, E) to start the search from: a grid like the one of Hoffmann et al. 2022 and Besiroglu
-et al. 2024 (arXiv 2404.10102), or the single point of Bhagia et al. 2024 (arXiv 2412.04403)."""
+"""Values of (log A, log B, alpha, beta, E) to start the search from: a grid as in Hoffmann et al. 2022 and Besiroglu et
+al. 2024 (arXiv 2404.10102), or the single point of Bhagia et al. 2024 (arXiv 2412.04403)."""
 
 
 def fit_huber(points: Points, start: str = "hoffmann") -> Law:
-    """The best law found by L-BFGS-B from all starts, refined.
+    """Returns the best law that L-BFGS-B finds from all starts, after a refinement.
 
     Raises:
         UserError: for an unknown start.
@@ -39,19 +39,19 @@ def fit_huber(points: Points, start: str = "hoffmann") -> Law:
     log_n, log_d, log_loss = np.log(points.num_params), np.log(points.tokens), np.log(points.loss)
 
     def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
-        # In logarithms throughout: far from the points, the terms of the law overflow a float.
+        # Computed in logarithms, because the terms of the law overflow a float far from the points.
         log_from_n, log_from_d = x[0] - x[2] * log_n, x[1] - x[3] * log_d
         log_predicted = np.logaddexp(np.logaddexp(log_from_n, log_from_d), np.log(max(x[4], 1e-300)))
         error = log_predicted - log_loss
-        # Quadratic near zero, linear beyond, to limit the influence of single bad runs.
+        # Quadratic near zero and linear beyond, to limit the influence of single bad runs.
         value, slope = huber(DELTA, error).sum(), np.clip(error, -DELTA, DELTA)
-        # Derivative of log L with respect to the logarithm of a term: the share of the term in L.
+        # The derivative of log L with respect to the logarithm of a term is the share of the term in L.
         n, d = slope * np.exp(log_from_n - log_predicted), slope * np.exp(log_from_d - log_predicted)
         return value, np.array([n.sum(), d.sum(), -n @ log_n, -d @ log_d, (slope * np.exp(-log_predicted)).sum()])
 
-    # The eight best starts of the grid; the others lead to the same minima.
+    # Only the eight best starts of the grid, because the others lead to the same minima.
     starts = sorted(STARTS[start], key=lambda x: objective(np.array(x))[0])[:8]
-    # scipy's tolerance is absolute and the objective about 1e-5; the refinement does the rest.
+    # scipy's tolerance is absolute, but the objective is only about 1e-5, so the result is refined.
     options = {"maxiter": 200, "ftol": 1e-13, "gtol": 1e-9}
     optima = [
         minimize(objective, x, jac=True, method="L-BFGS-B", bounds=[(0, None)] * 5, options=options).x for x in starts

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 FLOPS_PER_PARAM = 6.0
-"""Compute is 6 N D throughout, as in the scaling law literature."""
+"""FLOPs per parameter and token: compute is 6 N D everywhere, as in the scaling law literature."""
 
 
 @dataclass(frozen=True)
 class Law:
-    """Constants of the law: numbers, or arrays of one shape for many laws at once.
+    """Constants of the law: numbers, or arrays of equal shape for many laws at once.
 
-    N counts parameters, D tokens, both in units of one.
+    N is the number of parameters, and D is the number of tokens.
     """
 
     E: Any
@@ -25,14 +25,14 @@ class Law:
     beta: Any
 
     def loss(self, num_params: Any, tokens: Any) -> Any:
-        """L(N, D) in the unit of the fitted loss; arguments broadcast against the constants."""
+        """Computes L(N, D) in the unit of the fitted loss. The arguments broadcast against the constants."""
         return self.E + self.A * np.power(num_params, -self.alpha) + self.B * np.power(tokens, -self.beta)
 
     def optimum(self, flops: Any) -> tuple[Any, Any]:
-        """N and D with the lowest loss for a compute C = 6 N D: N = G (C / 6)^(beta / (alpha + beta)), D = C / (6 N),
-        with G = (alpha A / (beta B))^(1 / (alpha + beta)) (Hoffmann et al. 2022, equation 4).
+        """Computes N and D with the lowest loss for a compute budget C = 6 N D: N = G (C / 6)^(beta / (alpha + beta))
+        and D = C / (6 N), where G = (alpha A / (beta B))^(1 / (alpha + beta)) (Hoffmann et al. 2022, equation 4).
         """
-        # A law with A or B of 0 has no optimum: the result is then 0, infinite or NaN, which the caller checks.
+        # If A or B is 0, there is no optimum. The result is then 0, infinite or NaN, which the caller checks.
         with np.errstate(divide="ignore", invalid="ignore"):
             exponents = self.alpha + self.beta
             # From dL/dN = 0 with D = C / (6 N): alpha A N^-alpha = beta B D^-beta.
@@ -45,7 +45,7 @@ class Law:
         return Law(*(getattr(self, field.name)[index] for field in fields(self)))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data with all digits."""
+        """Returns the constants as plain data at full precision."""
         return {field.name: np.asarray(getattr(self, field.name)).tolist() for field in fields(self)}
 
 
@@ -53,5 +53,5 @@ CONSTANTS = tuple(field.name for field in fields(Law))
 
 
 def training_flops(num_params: Any, tokens: Any) -> Any:
-    """C = 6 N D."""
+    """Computes C = 6 N D."""
     return FLOPS_PER_PARAM * num_params * tokens

@@ -1,4 +1,4 @@
-"""Measurements to fit a law to."""
+"""Measurements to which a law is fitted."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ _FACTS = frozenset({"ladder", "size", "seed", "name", "step", "flops", "run", *s
 
 @dataclass(frozen=True)
 class Points:
-    """Losses of one recipe at several sizes and lengths; the arrays have one element for each measurement."""
+    """Losses of one recipe at several sizes and run lengths. The arrays have one element per measurement."""
 
     num_params: np.ndarray
-    """N, as counted by the ladder: without the token embedding."""
+    """N as the ladder counts it, without the token embedding."""
     tokens: np.ndarray
-    """D, the number of training tokens."""
+    """D: number of training tokens."""
     loss: np.ndarray
     labels: tuple[str, ...]
     """Names of the points."""
     runs: tuple[str, ...]
-    """Run of each point: points of one run share its noise."""
+    """Identifier of each point's run. Points of the same run share its noise."""
     metric: str = "loss"
     task: np.ndarray | None = None
-    """An accuracy measured at the same checkpoints."""
+    """Accuracy at the same checkpoints, if any."""
     task_metric: str | None = None
     source: str = ""
-    """Origin of the points, for messages."""
+    """Origin of the points, shown in messages."""
     notes: tuple[str, ...] = ()
-    """One text for each group of omitted or missing points."""
+    """One sentence for each group of omitted or missing points."""
 
     def __len__(self) -> int:
         return len(self.loss)
 
     @property
     def flops(self) -> np.ndarray:
-        """6 N D of each point."""
+        """Compute (6 N D) of each point."""
         return training_flops(self.num_params, self.tokens)
 
     @property
     def sizes(self) -> np.ndarray:
-        """The different N, in ascending order."""
+        """The distinct values of N in ascending order."""
         return np.unique(self.num_params)
 
     def select(self, mask: np.ndarray) -> Points:
-        """The points selected by a boolean mask."""
+        """Returns the points that a boolean mask selects."""
         chosen = np.flatnonzero(mask)
         return Points(
             self.num_params[chosen],
@@ -75,7 +75,7 @@ class Points:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for `from_dict`."""
+        """Returns the points as plain data, for `from_dict`."""
         arrays = {name: getattr(self, name).tolist() for name in ("num_params", "tokens", "loss")}
         task = None if self.task is None else self.task.tolist()
         texts = {"labels": list(self.labels), "runs": list(self.runs), "notes": list(self.notes)}
@@ -101,18 +101,19 @@ def points_from_rows(
     pre_decay: bool = False,
     without: Sequence[str] = (),
 ) -> Points:
-    """Points from the rows of `lm_trainer.ladder.metrics.collect_rows` or of a table with the same columns.
+    """Makes points from rows of `lm_trainer.ladder.metrics.collect_rows`, or of a table with the same columns.
 
-    Checkpoints before a decay have a higher loss than after it, so they are not on the same curve. Without `pre_decay`,
-    checkpoints with names ending in `pre-decay` are left out, and so are the ones between the ladder's checkpoints.
+    Checkpoints before a decay have a higher loss than checkpoints after it, so they are not on the same curve. Unless
+    `pre_decay` is set, checkpoints whose names end in `pre-decay` are left out, as well as checkpoints between the
+    ladder's own.
 
     Args:
         rows: rows with `num_params` (or `params`, `N`), `tokens` (or `D`), a metric, and, if known, `size`, `seed`,
             `name` and `ladder`.
-        source: origin of the rows, for messages.
-        metric: name of the loss column; by default `eval/loss`, or else `loss`.
+        source: origin of the rows, shown in messages.
+        metric: name of the loss column. By default `eval/loss` if it exists, otherwise `loss`.
         task: name of a column with an accuracy.
-        pre_decay: keep measurements from before a decay.
+        pre_decay: keeps measurements from before a decay.
         without: sizes to leave out.
 
     Raises:
@@ -218,10 +219,10 @@ def _run_id(row: Mapping[str, Any], num_params: float) -> str:
 
 
 def read_table(path: AnyPath) -> list[dict[str, Any]]:
-    """The rows of a CSV, JSON (a list of objects) or Parquet file.
+    """Reads the rows of a CSV, JSON (a list of objects) or Parquet file.
 
     Raises:
-        UserError: for a missing, damaged or other file.
+        UserError: if the file is missing or damaged, or has another format.
     """
     path = local_path(path)
     readers: dict[str, Callable[[Path], Any]] = {".csv": _read_csv, ".json": _read_json, ".parquet": _read_parquet}

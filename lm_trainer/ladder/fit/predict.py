@@ -1,4 +1,4 @@
-"""Predictions of runs, with intervals, and their distance from the measured runs."""
+"""Predictions of runs, with intervals and with their distance from the measured runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lm_trainer.ladder.fit.fitting import Fit
 from lm_trainer.ladder.fit.law import training_flops
 
 MAX_EXTRAPOLATION = 100.0
-"""Multiple of the largest rung's compute, beyond which predictions must be requested explicitly."""
+"""Multiple of the largest rung's compute beyond which predictions must be requested explicitly."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Range:
         return f"{self.value:.4g} ({self.low:.4g} to {self.high:.4g})"
 
     def contains(self, value: float) -> bool:
-        """True for a measurement within the interval."""
+        """Returns True if a measurement is within the interval."""
         return self.low <= value <= self.high
 
 
@@ -40,20 +40,20 @@ class Prediction:
     tokens: float
     flops: float
     ratio: float
-    """Ratio of its compute to the compute of the largest rung."""
+    """Ratio of the run's compute to the compute of the largest rung."""
     metric: str
     level: float
     law: Range
-    """Loss by the law, with the interval of the law."""
+    """Loss that the law gives, with the uncertainty of the law."""
     run: Range
-    """Measured loss of a run, with an interval that includes the noise of a single run."""
+    """Loss that a run would measure, with an interval that includes the noise of a single run."""
     accuracy: Range | None = None
     task_metric: str | None = None
     warnings: tuple[str, ...] = ()
-    """Sentences about quantities other than compute that are outside the range of the points."""
+    """Sentences about quantities, other than compute, that are outside the range of the points."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data with all digits."""
+        """Returns the values as plain data at full precision."""
         return asdict(self)
 
 
@@ -71,7 +71,7 @@ class Optimum:
     loss: Range
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data with all digits."""
+        """Returns the values as plain data at full precision."""
         return asdict(self)
 
 
@@ -89,11 +89,11 @@ def predict(
         fit: the fit.
         num_params: N of the run.
         tokens: D of the run.
-        max_extrapolation: largest ratio of compute to the largest rung.
-        extrapolate: ignore `max_extrapolation`.
+        max_extrapolation: maximum ratio of the run's compute to the compute of the largest rung.
+        extrapolate: ignores `max_extrapolation`.
 
     Raises:
-        UserError: beyond `max_extrapolation` times the compute of the largest rung, without `extrapolate`.
+        UserError: if the ratio is above `max_extrapolation` and `extrapolate` is not set.
     """
     for name, value in (("--params", num_params), ("--tokens", tokens)):
         if not (np.isfinite(value) and value > 0):
@@ -102,13 +102,13 @@ def predict(
     ratio = check_range(fit, flops, max_extrapolation=max_extrapolation, extrapolate=extrapolate)
     level, value = fit.settings.level, float(fit.law.loss(num_params, tokens))
     drawn = fit.draws.loss(num_params, tokens)
-    # A measurement is the law of a draw times independent noise. The noise estimated from so few residuals is itself
-    # uncertain, so it is widened by Student's factor, as for the draws.
+    # A measurement is the loss of a drawn law times independent noise. The estimate of the noise from few residuals is
+    # itself uncertain, so the noise is widened by Student's factor, as for the draws.
     noise = fit.noise * student_t_factor(len(fit.points), level)
     single = drawn * np.exp(noise * np.random.default_rng([fit.settings.seed, 3]).standard_normal(drawn.shape))
     accuracy = None
     if fit.chain is not None and fit.chain_draws is not None:
-        # Each draw of the law is the input of one draw of the sigmoid, so the interval contains both uncertainties.
+        # Each drawn law is combined with one drawn sigmoid, so that the interval contains both uncertainties.
         count = min(len(drawn), len(fit.chain_draws.a))
         sigmoids = type(fit.chain)(*(column[:count] for column in vars(fit.chain_draws).values()))
         accuracies = sigmoids.accuracy(drawn[:count])
@@ -131,10 +131,11 @@ def predict(
 def find_optimum(
     fit: Fit, flops: float, *, max_extrapolation: float = MAX_EXTRAPOLATION, extrapolate: bool = False
 ) -> Optimum:
-    """Parameters and tokens with the lowest loss for a compute of 6 N D.
+    """Finds the numbers of parameters and tokens with the lowest loss for a compute budget of 6 N D.
 
     Raises:
-        UserError: as `predict`; and if the law has no optimum because it does not depend on size or on length.
+        UserError: for the same reasons as in `predict`, or if the law has no optimum because it does not depend on size
+            or on length.
     """
     if not (np.isfinite(flops) and flops > 0):
         raise UserError(f"--flops {flops:g}: it has to be finite and above 0")
@@ -147,7 +148,7 @@ def find_optimum(
     num_params, tokens = fit.law.optimum(flops)
     drawn_params, drawn_tokens = fit.draws.optimum(flops)
     level = fit.settings.level
-    # Draws with A or B of 0 have no optimum: they are NaN.
+    # Draws in which A or B is 0 have no optimum and become NaN.
     with np.errstate(invalid="ignore"):
         drawn_loss = fit.draws.loss(drawn_params, drawn_tokens)
     return Optimum(
@@ -174,7 +175,7 @@ def _ratio_warnings(fit: Fit, tokens_per_param: float) -> tuple[str, ...]:
 
 
 def check_range(fit: Fit, flops: float, *, max_extrapolation: float, extrapolate: bool) -> float:
-    """Ratio of a compute to the compute of the largest rung; raises `UserError` if it is too large to predict."""
+    """Returns the ratio of a compute budget to the largest rung's compute; raises `UserError` if it is too large."""
     ratio = flops / fit.max_flops
     if ratio > max_extrapolation and not extrapolate:
         raise UserError(
@@ -186,7 +187,7 @@ def check_range(fit: Fit, flops: float, *, max_extrapolation: float, extrapolate
 
 
 def prediction_lines(prediction: Prediction) -> list[str]:
-    """Lines of a prediction for the terminal."""
+    """Formats a prediction as lines for the terminal."""
     low, high = prediction.law.low, prediction.law.high
     percent = f"{prediction.level:.0%}"
     text_lines = [
@@ -203,7 +204,7 @@ def prediction_lines(prediction: Prediction) -> list[str]:
 
 
 def optimum_lines(fit: Fit, best: Optimum) -> list[str]:
-    """Lines of an optimum for the terminal."""
+    """Formats an optimum as lines for the terminal."""
     return [
         f"best use of {best.flops:.4g} FLOPs (6 N D), {best.level:.0%} intervals:",
         f"  N {best.num_params}",
@@ -216,7 +217,7 @@ def optimum_lines(fit: Fit, best: Optimum) -> list[str]:
 
 
 def describe_extrapolation(flops: float, ratio: float) -> str:
-    """A sentence about the extrapolation distance, shown with every prediction."""
+    """Returns a sentence about the extrapolation distance, which is shown with every prediction."""
     if ratio <= 1:
         return f"{flops:.3g} FLOPs, within the compute of the rungs ({ratio:.2g} of the largest)"
     return (

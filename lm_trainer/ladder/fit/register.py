@@ -1,4 +1,4 @@
-"""Predictions registered before the run is made, and their scores."""
+"""Predictions that are registered before a run starts, and their scores after it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FORMAT = "lm_trainer ladder prediction 1"
 
 @dataclass(frozen=True)
 class ScoredPrediction:
-    """A registered prediction of one measurement, and the measurement."""
+    """A registered prediction of one measurement, and the measurement itself."""
 
     name: str
     written: str
@@ -33,15 +33,15 @@ class ScoredPrediction:
     predicted: Range
     level: float
     measured: float | None
-    """None until the run reaches the checkpoint."""
+    """Measured loss; None until the run reaches the checkpoint."""
 
     @property
     def error(self) -> float | None:
-        """Relative error: above 0 if the prediction was too high."""
+        """Relative error of the prediction; positive if the prediction was too high."""
         return None if self.measured is None else self.predicted.value / self.measured - 1
 
     def line(self) -> str:
-        """Line for the terminal."""
+        """Formats the score as a line for the terminal."""
         predicted = f"{self.name}: {self.metric} predicted {self.predicted.value:.4f} ({self.predicted.low:.4f} to "
         predicted += f"{self.predicted.high:.4f}) on {self.written[:10]}"
         if self.measured is None or self.error is None:
@@ -50,15 +50,15 @@ class ScoredPrediction:
         return f"{predicted}, measured {self.measured:.4f}: {self.error:+.2%}, {verdict} the {self.level:.0%} interval"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Returns the score as plain data."""
         return {**vars(self), "predicted": vars(self.predicted), "error": self.error}
 
 
 def targets_to_predict(ladder: LadderConfig, size_spec: str) -> list[tuple[str, int, int]]:
-    """Checkpoints of a size to predict: (name, parameters, tokens) after each decay.
+    """Lists the checkpoints of a size to predict: (name, number of parameters, number of tokens) after each decay.
 
     Raises:
-        UserError: if its run has been started.
+        UserError: if a run of this size has already started.
     """
     for seed in ladder.seeds:
         folder = run_folder(ladder, size_spec, seed)
@@ -76,14 +76,14 @@ def targets_to_predict(ladder: LadderConfig, size_spec: str) -> list[tuple[str, 
 
 
 def registration_path(ladder: LadderConfig, size_spec: str) -> Path:
-    """The file for the prediction of a size."""
+    """Returns the path of the file for the prediction of a size."""
     return local_path(ladder.dir) / "predictions" / f"{size_spec}.json"
 
 
 def write_registration(
     path: AnyPath, fit: Fit, predictions: Sequence[tuple[str, Prediction]], *, size: str | None = None
 ) -> str:
-    """Writes predictions with the time, their fit, and a hash over all of it, which is returned.
+    """Writes predictions with the time, their fit and a hash over all of these. Returns the hash.
 
     Raises:
         UserError: if the file exists.
@@ -98,7 +98,7 @@ def write_registration(
     digest, path = _digest(content), local_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        # Exclusive creation: of two simultaneous commands only one registers, and no prediction is ever overwritten.
+        # Exclusive creation, so that only one of two simultaneous commands registers, and no prediction is overwritten.
         with path.open("x") as file:
             file.write(json.dumps({**content, "sha256": digest}, indent=1) + "\n")
     except FileExistsError:
@@ -107,7 +107,7 @@ def write_registration(
 
 
 def _digest(content: dict[str, Any]) -> str:
-    # Sorted keys: the hash depends only on the content, not on the layout of the file.
+    # Sorted keys, so that the hash depends only on the content, and not on the layout of the file.
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -115,7 +115,7 @@ def read_registration(path: AnyPath) -> dict[str, Any]:
     """Reads a registered prediction.
 
     Raises:
-        UserError: if the file is no prediction, or was changed after registration.
+        UserError: if the file is not a registered prediction, or was changed after registration.
     """
     try:
         content = json.loads(local_path(path).read_text())
@@ -129,7 +129,7 @@ def read_registration(path: AnyPath) -> dict[str, Any]:
 
 
 def score_registrations(ladder: LadderConfig) -> list[ScoredPrediction]:
-    """Every registered prediction of the ladder with its measurement, separately for each seed.
+    """Returns every registered prediction of the ladder with its measurement, one entry per seed.
 
     Raises:
         UserError: if a prediction was changed after registration.
@@ -142,7 +142,7 @@ def score_registrations(ladder: LadderConfig) -> list[ScoredPrediction]:
         for item in content["predictions"]:
             measured_rows = [row for row in rows if row["tokens"] == item["tokens"] and item["metric"] in row]
             written = content["written"]
-            # Each seed of the run is a separate measurement; without any, the prediction is shown as open.
+            # Each seed is a separate measurement. Without any measurement, the prediction is shown as open.
             for row in measured_rows or [None]:
                 name = item["name"] + (f" seed {row['seed']}" if row and ladder.num_seeds > 1 else "")
                 measured = float(row[item["metric"]]) if row else None

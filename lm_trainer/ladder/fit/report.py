@@ -1,4 +1,4 @@
-"""A fit as one self-contained HTML file."""
+"""Report of a fit as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def write_report(
         path: path of the file.
         fit: the fit.
         title: title of the page.
-        ladder: a ladder, to show the learning rates of its sizes too.
-        target: a run to show next to the points.
+        ladder: a ladder whose learning rates are shown as well.
+        target: prediction of a run, which is shown together with the points.
 
     Raises:
-        UserError: without matplotlib.
+        UserError: if matplotlib is not installed.
     """
     held, effect = backtest(fit), measure_influence(fit)
     iso = fit_isoflop(fit.points)
@@ -54,7 +54,7 @@ def write_report(
 
 
 def _draw_schedules(ladder: LadderConfig) -> list[tuple[str, str]]:
-    """The learning rate of each size: (size, SVG)."""
+    """Plots the learning rate of each size; returns (size, SVG) pairs."""
     pictures = []
     # The plot function writes files, so the plots are read back from a temporary folder.
     with tempfile.TemporaryDirectory() as folder:
@@ -62,6 +62,6 @@ def _draw_schedules(ladder: LadderConfig) -> list[tuple[str, str]]:
             file = Path(folder) / "rate.svg"
             num_params, batch = count_params(ladder, size), batch_shape(ladder, size).batch_size
             save_image(ladder.run_configurator.lr_plot(num_params, batch), file)
-            # Numbers from 100: lower numbers are used by the plots of the fit.
+            # Numbers start at 100, because the plots of the fit use lower numbers.
             pictures.append((size, inline_svg(file.read_text(encoding="utf-8"), 100 + number)))
     return pictures

@@ -10,26 +10,26 @@ from lm_trainer.ladder.fit.solver import Objective
 METHODS = ("vp", "huber")
 UNITS = ("residuals", "points", "runs")
 DELTA = 1e-3
-"""Threshold of Huber's function, in log L (Hoffmann et al. 2022, section 3.3)."""
+"""Threshold of the Huber loss, in log L (Hoffmann et al. 2022, section 3.3)."""
 NUM_CONSTANTS = 5
 
 
 @dataclass(frozen=True)
 class FitSettings:
-    """Method of the fit, and number of draws and level of its intervals."""
+    """Method of the fit, and the number of draws and the level of its intervals."""
 
     method: str = "vp"
-    """`vp`: variable projection with non-negative least squares; `huber`: as in the papers."""
+    """`vp`: variable projection with non-negative least squares; `huber`: Huber loss, as in the papers."""
     start: str = "hoffmann"
-    """Start of `huber`: `hoffmann` or `olmo`."""
+    """Start of the `huber` search: `hoffmann` or `olmo`."""
     resample: str = "residuals"
     """Unit of the bootstrap: `residuals`, `points` or `runs`."""
     draws: int = 500
-    """Resamples of the bootstrap."""
+    """Number of resamples of the bootstrap."""
     seed: int = 0
     """Seed of the bootstrap."""
     level: float = 0.9
-    """Probability of all intervals."""
+    """Confidence level of all intervals."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:

@@ -1,10 +1,10 @@
-"""Solver of the law: variable projection, and Levenberg-Marquardt for many sets of losses at once.
+"""Solver for the law: variable projection, and Levenberg-Marquardt for many sets of losses at once.
 
-Variable projection is due to Golub and Pereyra 1973, and the damping of the refinement to Marquardt 1963. A bootstrap
-fits hundreds of laws to the same points, which would be slow one by one: all sets are refined as one batch.
+Variable projection is from Golub and Pereyra 1973, and the damping of the refinement is from Marquardt 1963. A
+bootstrap fits hundreds of laws to the same points. That would be slow one by one, so all sets are refined as one batch.
 
-Dimensions: R sets of losses or weights, P points, K the five constants E, a, b, alpha, beta, where a and b belong to N
-and D in units of their geometric means.
+Dimensions: R sets of losses or weights, P points, K the five constants E, a, b, alpha, beta, where a and b are A and B
+for N and D in units of their geometric means.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from lm_trainer.ladder.fit.law import Law
 EXPONENTS = (0.01, 2.0)
 """Bounds of alpha and beta."""
 _GRID = 24
-"""Values of each exponent in the search of `fit_by_variable_projection`."""
+"""Values of each exponent on the grid that `fit_by_variable_projection` searches."""
 _STARTS = 4
-"""Grid cells to refine."""
+"""Number of grid cells to refine."""
 _LOWER_K = np.array([0.0, 0.0, 0.0, EXPONENTS[0], EXPONENTS[0]])
 _UPPER_K = np.array([np.inf, np.inf, np.inf, EXPONENTS[1], EXPONENTS[1]])
 _ITERATIONS = 400
 """Maximum number of steps."""
 _TOLERANCE = 1e-13
-"""A set is finished when the relative gain of a step is below this."""
+"""A set is finished when a step reduces the objective by less than this fraction."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Objective of a fit: the sum of squares of relative errors, or Huber's function of errors of log L."""
+    """Objective of a fit: the sum of squared relative errors, or the Huber loss of the errors of log L."""
 
     huber: float | None = None
-    """Threshold of Huber's function, in log L; None for squares of relative errors."""
+    """Threshold of the Huber loss, in log L; None for squared relative errors."""
 
     def residuals(self, predicted_RP: np.ndarray, loss_RP: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The errors (R, P), and their derivatives with respect to the predicted loss."""
+        """Computes the errors (R, P), and their derivatives with respect to the predicted loss."""
         if self.huber is None:
             return predicted_RP / loss_RP - 1, np.broadcast_to(1 / loss_RP, predicted_RP.shape)
         # A trial step may predict a loss of 0, which has no logarithm.
@@ -47,13 +47,13 @@ class Objective:
         return np.log(safe_RP / loss_RP), 1 / safe_RP
 
     def weights(self, errors_RP: np.ndarray) -> np.ndarray:
-        """Weights (R, P) for squared errors to have the gradient of the objective."""
+        """Computes weights (R, P) with which the squared errors have the gradient of the objective."""
         if self.huber is None:
             return np.ones_like(errors_RP)
         return self.huber / np.maximum(np.abs(errors_RP), self.huber)
 
     def value(self, errors_RP: np.ndarray, weights_RP: np.ndarray) -> np.ndarray:
-        """Half the sum of squares, or the sum of Huber's function, of each set (R,)."""
+        """Computes half the sum of squares, or the sum of Huber losses, of each set (R,)."""
         half_RP = errors_RP**2 / 2 if self.huber is None else huber(self.huber, errors_RP)
         return (weights_RP * half_RP).sum(-1)
 
@@ -62,8 +62,8 @@ class Objective:
 class Design:
     """Logarithms of N and D of the points, minus their means.
 
-    With centring, a and b are the sizes of the terms in the middle of the points, and hardly depend on the exponents.
-    With N and D in units of one, A and B would change by powers of ten for a small step in an exponent.
+    Because of the centring, a and b are the values of the terms in the middle of the points, and hardly depend on the
+    exponents. Without it, A and B would change by powers of ten for a small step in an exponent.
     """
 
     log_n_P: np.ndarray
@@ -73,23 +73,23 @@ class Design:
 
     @classmethod
     def from_points(cls, num_params_P: np.ndarray, tokens_P: np.ndarray) -> Design:
-        """Takes N and D in units of one."""
+        """Makes the design from N and D, which are not centred."""
         n_P, d_P = np.log(num_params_P), np.log(tokens_P)
         return cls(n_P - n_P.mean(), d_P - d_P.mean(), float(n_P.mean()), float(d_P.mean()))
 
     def to_law(self, constants_RK: np.ndarray) -> Law:
-        """The law in units of one, of constants (R, K) in units of the means."""
+        """Converts centred constants (R, K) to a law for plain N and D."""
         e, a, b, alpha, beta = np.moveaxis(constants_RK, -1, 0)
         return Law(e, a * np.exp(alpha * self.log_n_mean), b * np.exp(beta * self.log_d_mean), alpha, beta)
 
     def to_constants(self, law: Law) -> np.ndarray:
-        """The inverse of `to_law`."""
+        """Converts a law to centred constants; the inverse of `to_law`."""
         a = law.A * np.exp(-np.multiply(law.alpha, self.log_n_mean))
         b = law.B * np.exp(-np.multiply(law.beta, self.log_d_mean))
         return np.stack(np.broadcast_arrays(law.E, a, b, law.alpha, law.beta), -1)
 
     def predict(self, constants_RK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Losses (R, P), and their derivatives (R, P, K)."""
+        """Computes the losses (R, P), and their derivatives (R, P, K)."""
         e, a, b, alpha, beta = (column[..., None] for column in np.moveaxis(constants_RK, -1, 0))
         n_RP, d_RP = np.exp(-alpha * self.log_n_P), np.exp(-beta * self.log_d_P)
         # d/dE, d/da, d/db, d/dalpha, d/dbeta.
@@ -98,13 +98,13 @@ class Design:
 
 
 def fit_by_variable_projection(design: Design, loss_P: np.ndarray, weights_P: np.ndarray | None = None) -> np.ndarray:
-    """The law with the least squares of relative errors, as constants (K,).
+    """Returns the constants (K,) of the law with the least sum of squared relative errors.
 
-    For fixed exponents the law is linear, and the best E, a, b >= 0 are found by non-negative least squares; exponents
-    are searched on a grid, and `refine` starts from its best cells.
+    For fixed exponents the law is linear, so non-negative least squares finds the best E, a, b >= 0. The exponents are
+    searched on a grid, and `refine` starts from the best cells.
     """
     weights_P = np.ones_like(loss_P) if weights_P is None else weights_P
-    # Rows are divided by the loss: squares of relative errors are ordinary least squares of the scaled rows.
+    # Rows are divided by the loss, because ordinary least squares on the scaled rows minimises relative errors.
     scale_P = np.sqrt(weights_P) / loss_P
     exponents = np.geomspace(*EXPONENTS, _GRID)
     cells = []
@@ -114,7 +114,7 @@ def fit_by_variable_projection(design: Design, loss_P: np.ndarray, weights_P: np
             columns_PK = np.stack([np.ones_like(n_P), n_P, np.exp(-beta * design.log_d_P)], -1)
             linear, norm = nnls(columns_PK * scale_P[:, None], loss_P * scale_P)
             cells.append((norm, *linear, alpha, beta))
-    # Every eighth of the best: neighbours on the grid would all be refined to the same minimum.
+    # Only every eighth of the best cells, because neighbours on the grid would be refined to the same minimum.
     best_RK = np.array(sorted(cells)[: 8 * _STARTS : 8])[:, 1:]
     shape = (len(best_RK), len(loss_P))
     fitted_RK, values_R = refine(
@@ -126,7 +126,7 @@ def fit_by_variable_projection(design: Design, loss_P: np.ndarray, weights_P: np
 def refine(
     design: Design, loss_RP: np.ndarray, weights_RP: np.ndarray, start_RK: np.ndarray, objective: Objective
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Levenberg-Marquardt from start constants, within their bounds, independently for every set.
+    """Runs Levenberg-Marquardt from start constants, within the bounds, independently for every set.
 
     Returns:
         The constants (R, K) and the values of the objective (R,).
@@ -136,12 +136,12 @@ def refine(
     values_R, normal_RKK, gradient_RK = _quadratic_model(design, loss_RP, weights_RP, constants_RK, objective)
     active_R = np.ones(len(constants_RK), bool)
     for _ in range(_ITERATIONS):
-        # Finished sets leave the batch.
+        # Finished sets are removed from the batch.
         rows = np.flatnonzero(active_R)
         if not len(rows):
             break
         step_RK = _damped_step(constants_RK[rows], normal_RKK[rows], gradient_RK[rows], damping_R[rows])
-        # Clipping may make a step worse; it is then rejected like any other without gain.
+        # Clipping may make a step worse. The step is then rejected like any other step without gain.
         tried_RK = np.clip(constants_RK[rows] + step_RK, _LOWER_K, _UPPER_K)
         new = _quadratic_model(design, loss_RP[rows], weights_RP[rows], tried_RK, objective)
         better_R = new[0] < values_R[rows]
@@ -150,10 +150,11 @@ def refine(
         accepted = rows[better_R]
         constants_RK[accepted] = tried_RK[better_R]
         values_R[accepted], normal_RKK[accepted], gradient_RK[accepted] = (part[better_R] for part in new)
-        # Towards Gauss-Newton after a step with gain, towards a short step down the gradient otherwise.
+        # After a step with gain, the next step is closer to Gauss-Newton. Otherwise it is closer to a short gradient
+        # step.
         damping_R[rows] = np.clip(np.where(better_R, damping_R[rows] / 5, damping_R[rows] * 4), 1e-15, 1e12)
         small_R = better_R & (gain_R < _TOLERANCE) & (change_R < 1e-8)
-        # Finished: a step with no more change, no gain with any step size, or a perfect fit.
+        # A set is finished if a step changes little, if no step size gives a gain, or if the fit is perfect.
         active_R[rows] = ~(small_R | (~better_R & (damping_R[rows] > 1e8)) | (values_R[rows] < 1e-28))
     return constants_RK, values_R
 
@@ -161,7 +162,7 @@ def refine(
 def _quadratic_model(
     design: Design, loss_RP: np.ndarray, weights_RP: np.ndarray, constants_RK: np.ndarray, objective: Objective
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The objective (R,), its Gauss-Newton matrix J'WJ (R, K, K) and its gradient J'We (R, K)."""
+    """Computes the objective (R,), its Gauss-Newton matrix J'WJ (R, K, K) and its gradient J'We (R, K)."""
     predicted_RP, slopes_RPK = design.predict(constants_RK)
     errors_RP, inner_RP = objective.residuals(predicted_RP, loss_RP)
     slopes_RPK = slopes_RPK * inner_RP[..., None]
@@ -174,8 +175,8 @@ def _quadratic_model(
 def _damped_step(
     constants_RK: np.ndarray, normal_RKK: np.ndarray, gradient_RK: np.ndarray, damping_R: np.ndarray
 ) -> np.ndarray:
-    """The damped step (R, K): solves (J'WJ + damping diag(J'WJ)) step = -gradient for the free constants."""
-    # A constant at its bound with a gradient pointing outwards is fixed: its row and column become the identity's.
+    """Computes the step (R, K) that solves (J'WJ + damping diag(J'WJ)) step = -gradient for the free constants."""
+    # A constant at its bound whose step would go outwards is fixed: it gets the row and column of the identity.
     fixed_RK = ((constants_RK <= _LOWER_K) & (gradient_RK > 0)) | ((constants_RK >= _UPPER_K) & (gradient_RK < 0))
     free_RK = ~fixed_RK
     diagonal_RK = np.einsum("rkk->rk", normal_RKK)
@@ -183,7 +184,8 @@ def _damped_step(
     added_RK = damping_R[:, None] * diagonal_RK + 1e-300
     index = np.arange(constants_RK.shape[-1])
     matrix_RKK[:, index, index] = np.where(free_RK, diagonal_RK + added_RK, 1.0)
-    # A constant without any effect, such as alpha with a = 0, has a zero row; 1 there keeps the matrix regular.
+    # A constant without any effect, such as alpha if a = 0, has a zero row. A 1 on the diagonal keeps the matrix
+    # regular.
     matrix_RKK[:, index, index] += np.where(matrix_RKK[:, index, index] > 1e-200, 0.0, 1.0)
     step_RK = np.linalg.solve(matrix_RKK, np.where(free_RK, -gradient_RK, 0.0)[..., None])[..., 0]
     return np.where(np.isfinite(step_RK), step_RK, 0.0)

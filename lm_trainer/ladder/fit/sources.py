@@ -1,4 +1,4 @@
-"""Sources of points and fits: a ladder's directory, a table of points, a saved fit."""
+"""Sources of points and fits: a ladder's directory, a table of points, or a saved fit."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def ladder_points(
     pre_decay: bool = False,
     without: Sequence[str] = (),
 ) -> Points:
-    """Points of a ladder's runs, as `points_from_rows`; the notes name rungs without a measurement.
+    """Returns the points of a ladder's runs, as `points_from_rows`. Their notes name rungs without a measurement.
 
     Args:
         ladder: the ladder.
-        metric: name of the loss.
-        task: name of an accuracy.
-        pre_decay: keep measurements from before a decay.
+        metric: name of the loss column.
+        task: name of a column with an accuracy.
+        pre_decay: keeps measurements from before a decay.
         without: sizes to leave out.
 
     Raises:
-        UserError: as `lm_trainer.ladder.metrics.collect_rows`; and without any measurement.
+        UserError: for the same reasons as in `lm_trainer.ladder.metrics.collect_rows`, or if there is no measurement.
     """
     rows = [row for size in ladder.sizes for row in collect_rows(ladder, size)]
     if not rows:
@@ -65,16 +65,16 @@ def table_points(
     pre_decay: bool = False,
     without: Sequence[str] = (),
 ) -> Points:
-    """The points of a CSV, JSON or Parquet file, as `points_from_rows`."""
+    """Returns the points in a CSV, JSON or Parquet file, as `points_from_rows`."""
     rows = read_table(path)
     return points_from_rows(rows, source=str(path), metric=metric, task=task, pre_decay=pre_decay, without=without)
 
 
 def read_fit(path: AnyPath) -> Fit | None:
-    """A fit written by `lmt ladder fit --out`; None for any other file.
+    """Reads a fit that was written by `lmt ladder fit --out`. Returns None for any other file.
 
     Raises:
-        UserError: for a damaged fit.
+        UserError: if the fit is damaged.
     """
     path = local_path(path)
     if path.suffix != ".json" or not path.is_file():
@@ -87,5 +87,5 @@ def read_fit(path: AnyPath) -> Fit | None:
 
 
 def read_or_fit(path: AnyPath) -> Fit:
-    """A saved fit, or the fit of a table with default settings."""
+    """Reads a saved fit, or fits a table of points with default settings."""
     return read_fit(path) or fit(table_points(path))

@@ -1,4 +1,4 @@
-"""Text of a fit for the terminal."""
+"""Formats a fit as text for the terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNITS = {
 def fit_text(
     fit: Fit, held: Sequence[HeldOutPoint], effect: Influence, notes: Sequence[str], iso: IsoFlop | None
 ) -> str:
-    """Constants, points, hold-out and notes."""
+    """Formats the constants, the points, the back-test and the notes."""
     parts = [law_text(fit), points_text(fit, effect), backtest_text(held), iso_text(fit, iso)]
     if notes:
         parts.append("Notes:\n" + "\n".join(f"- {note}" for note in notes))
@@ -28,7 +28,7 @@ def fit_text(
 
 
 def law_text(fit: Fit) -> str:
-    """The constants with their intervals."""
+    """Formats the constants with their intervals."""
     settings, points = fit.settings, fit.points
     method = "variable projection" if settings.method == "vp" else f"Huber on log L, from {settings.start}"
     rows = []
@@ -52,7 +52,7 @@ def law_text(fit: Fit) -> str:
 
 
 def points_text(fit: Fit, effect: Influence) -> str:
-    """Table of measured and fitted losses."""
+    """Formats a table of measured and fitted losses."""
     points = fit.points
     fitted = fit.law.loss(points.num_params, points.tokens)
     rows = [
@@ -73,7 +73,7 @@ def points_text(fit: Fit, effect: Influence) -> str:
 
 
 def backtest_text(held: Sequence[HeldOutPoint]) -> str:
-    """Table of the back-test."""
+    """Formats the back-test as a table."""
     if not held:
         return "Back-test: too few points to leave the largest rung out."
     rows = [
@@ -90,11 +90,11 @@ def backtest_text(held: Sequence[HeldOutPoint]) -> str:
 
 
 def iso_text(fit: Fit, iso: IsoFlop | None) -> str:
-    """Comparison of approach 2 with the law."""
+    """Formats a comparison of approach 2 with the law."""
     if iso is None:
         return ""
     exponents = fit.law.alpha + fit.law.beta
-    # Exponent of N in the optimum of the law: Hoffmann et al. 2022, equation 4.
+    # Exponent of N at the optimum of the law (Hoffmann et al. 2022, equation 4).
     exponent = fit.law.beta / exponents
     return (
         f"Approach 2, {len(iso.valleys)} computes: best N = {iso.scale:.4g} C^{iso.exponent:.4f}; the law has exponent "
