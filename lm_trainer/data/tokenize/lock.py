@@ -21,13 +21,14 @@ _held: set[str] = set()
 
 
 Claim = dict[str, Any]
-"""A builder's claim: `host`, `pid`, `beat` in seconds since 1970, and `claim`, which earlier versions did not write."""
+"""A builder's claim: its `host`, its `pid`, its last heartbeat `beat` in seconds since 1970, and the unique id `claim`,
+which earlier versions did not write."""
 
 
 def parse_claim(content: bytes | None) -> Claim | None:
     """Parses the claim of a builder.
 
-    Returns None for a missing or damaged claim: its writer is taken for dead.
+    Returns None for a missing or damaged claim, whose writer is considered dead.
     """
     try:
         claim = parse_checked_json(content or b"null")
@@ -49,11 +50,11 @@ class BuilderLock:
     def __init__(self, store: KvStore, on_wait: Callable[[], None]):
         self._store, self._on_wait, self._last_beat = store, on_wait, 0.0
         process = ProcessId.of_this_process()
-        # Without the boot id, which claims do not record.
+        # The boot id is left out because claims do not record it.
         self._process, self._claim = ProcessId(process.host, process.pid), uuid.uuid4().hex
 
     def __enter__(self) -> BuilderLock:
-        # Registered before it is written: a claim that is not held is taken for a dead process's.
+        # Registered before it is written, because a claim that is not in `_held` is considered a dead process's.
         _held.add(self._claim)
         try:
             self._wait()
@@ -97,5 +98,5 @@ class BuilderLock:
         builder = ProcessId(claim["host"], claim["pid"])
         if builder == self._process:
             return claim.get("claim") in _held
-        # The processes of other machines are not visible from here; for them only the heartbeat counts.
+        # Processes on other machines are not visible from here, so only their heartbeat counts.
         return not builder.has_ended()

@@ -20,23 +20,25 @@ from lm_trainer.data.tokenize.shard_writer import write_shard
 _TICK_SECONDS, _GRACE_SECONDS = 0.2, 5.0
 
 THREAD_VARIABLES = ("RAYON_NUM_THREADS", "FASTOKENS_BPE_THREADS")
-"""Environment variables for the number of encoding threads of `tokenizers` and `fastokens`, read at their first use."""
+"""Environment variables that set the number of encoding threads of `tokenizers` and `fastokens`, which read them at
+their first use."""
 
 _stop: Connection | None = None
-"""In a worker: its end of a pipe. When the parent closes the other end, the worker stops after the current batch."""
+"""A worker's end of a pipe. When the parent closes the other end, the worker stops after the current batch."""
 
 
 def run_in_processes(jobs: Sequence[ShardJob], num_workers: int, tick: Callable[[], None]) -> None:
-    """Runs every job in one of `num_workers` spawned processes, and meanwhile calls `tick` in this process.
+    """Runs the jobs in `num_workers` spawned processes, and calls `tick` in this process meanwhile.
 
     The first failure stops the other jobs at their next batch. Committed parts are kept.
 
     Raises:
         MachineError: if a worker was killed from outside.
     """
-    # Spawned, not forked: a fork of a process with JAX or TensorStore threads may inherit a locked mutex.
+    # Spawned, not forked, because a fork of a process with JAX or TensorStore threads may inherit a locked mutex.
     context = multiprocessing.get_context("spawn")
-    # A pipe, not an event: setting an event blocks until every waiting process wakes up, even one that was killed.
+    # A pipe, not an event, because setting an event blocks until every waiting process wakes up, even one that was
+    # killed.
     stopped, stop = context.Pipe(duplex=False)
     threads = max(1, available_cores() // num_workers)
     arguments = (stopped, threads)

@@ -1,4 +1,4 @@
-"""Ray backend for building, with one task per shard. Produces the same bytes as the other backends."""
+"""Builds caches on Ray, with one task per shard. Produces the same bytes as the other backends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TICK_SECONDS = 0.2
 
 
 def run_on_ray(jobs: Sequence[ShardJob], config: RayConfig, tick: Callable[[], None]) -> None:
-    """Runs every job as a Ray task, and meanwhile calls `tick`.
+    """Runs every job as a Ray task, and calls `tick` in this process meanwhile.
 
     The first failure cancels the other tasks. Committed parts are kept. A cluster started by this call is shut down
     at the end.

@@ -21,10 +21,11 @@ from lm_trainer.data.sources import BadRow, Row, Shard
 from lm_trainer.data.tokenizer import Tokenizer
 
 BATCH_ROWS = 4096
-"""Maximum number of rows encoded together; a batch ends earlier at the tokenizer's `batch_bytes`. Changes no result."""
+"""Maximum number of rows encoded together; a batch ends earlier at the tokenizer's `batch_bytes`. Does not affect the
+result."""
 
 AHEAD = 2
-"""Batches read ahead; the reading thread encodes one batch beyond these. Changes no result."""
+"""Number of batches read ahead; the reading thread encodes one batch beyond these. Does not affect the result."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -60,21 +61,23 @@ class RowBatch:
     """Some rows of one part."""
 
     row_end: int
-    """One more than the number of the last row read, even if that row is not in the batch."""
+    """Exclusive end of the rows read, even if the last of them is not in the batch."""
     ends_part: bool = False
     rows: list[Row] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     """Input of the format's `encode`, one value per row."""
     text_bytes: int = 0
     kept_bytes: int = 0
-    """Bytes of the text, plus the data stored with its tokens."""
+    """Number of bytes of the text and of the data stored with its tokens."""
     empty: int = 0
     replaced: int = 0
     bad: list[str] = field(default_factory=list)
 
 
 def read_batches(job: ShardJob, *, part: int, row: int, is_open: bool) -> Generator[RowBatch, None, None]:
-    """Yields the rows of a shard from number `row`, the first row of part `part`; the last batch ends the last part.
+    """Yields batches of a shard's rows, starting with `row`, the first row of part `part`.
+
+    The last batch ends the last part.
 
     Args:
         job: the shard to read.
@@ -83,11 +86,12 @@ def read_batches(job: ShardJob, *, part: int, row: int, is_open: bool) -> Genera
         is_open: True if the row continues a document.
 
     Raises:
-        UserError: for a bad row if the job does not skip bad rows, an unreadable file, or one that changes meanwhile.
+        UserError: if a row is bad and the job does not skip bad rows, or if a file is unreadable or changes meanwhile.
     """
     files = _FileCheck(job)
     first, largest = job.part_bytes
-    # Parts double in size. The shift is bounded, since otherwise the integer would grow by one bit per part.
+    # Each part is twice as large as the previous one. The shift is bounded, since otherwise the integer would grow by
+    # one bit per part.
     limit, kept_bytes = min(first << min(part, 40), largest), 0
     batch, part_start = RowBatch(row), row
     for next_row in job.shard.rows(row):
@@ -122,7 +126,7 @@ class _FileCheck:
         self._job, self._left = job, list(getattr(job.shard, "files", ()))
 
     def check(self, part: int, row_location: str | None) -> None:
-        """Checks the remaining files up to the one of the row at `row_location`; None means all.
+        """Checks the remaining files up to and including the one with the row at `row_location`; None checks all.
 
         Raises:
             UserError: if a file differs from the manifest.
@@ -134,7 +138,7 @@ class _FileCheck:
                     f"{file.name} changed while it was tokenised: it had {file.size} bytes (version {file.version}), "
                     f"now {current.size} (version {current.version}). {self._repair_advice(part)}"
                 )
-        # Keep the last file: the next part may hold more of it.
+        # Keep the last file, because the next part may hold more of its rows.
         self._left = self._left[last:]
 
     def _find_file_index(self, row_location: str) -> int:
@@ -155,7 +159,7 @@ class _FileCheck:
 
 
 def _add_row(job: ShardJob, batch: RowBatch, row: Row | BadRow, is_open: bool) -> bool:
-    """Adds a row to the batch. Returns False if the row is empty and ends no document."""
+    """Adds a row to the batch. Returns False if the row is empty and does not end a document."""
     value, size, extra_bytes = "", 0, 0
     if isinstance(row, Row):
         try:

@@ -1,4 +1,4 @@
-"""Tokenizer of a configuration: a named one, the one stored with a cache, or one trained and stored with the caches."""
+"""The tokenizer of a configuration: loaded by name or from a cache, or trained and stored with the caches."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def prepare_tokenizer(
 
 
 def find_tokenizer(config: DataConfig, cache_dir: str, caches: Mapping[str, CacheSpec]) -> HfTokenizer:
-    """Loads the tokenizer without training one.
+    """Loads the tokenizer, but never trains one.
 
     Raises:
         UserError: if the tokenizer is missing, or was trained with a different recipe.
@@ -75,7 +75,10 @@ def save_tokenizer(tokenizer: HfTokenizer, store: KvStore) -> None:
 
 
 def _choose_tokenizer_config(config: DataConfig) -> TokenizerConfig:
-    """Returns the configured tokenizer; a cache built elsewhere defaults to the tokenizer stored with it."""
+    """Returns the `tokenizer` section.
+
+    For a cache built elsewhere, it defaults to the tokenizer stored with the cache.
+    """
     if config.tokenizer is not None or not isinstance(config.source, PrebuiltCache):
         return config.tokenizer_config
     store = KvStore(config.source.path)
@@ -130,6 +133,6 @@ def _matches_tokenizer(caches: Mapping[str, CacheSpec], tokenizer: HfTokenizer) 
 
 
 def _write_tokenizer(tokenizer: HfTokenizer, store: KvStore) -> None:
-    # tokenizer.json comes last: readers take its existence as a sign of a complete tokenizer.
+    # tokenizer.json is written last, because readers take its existence as a sign that the tokenizer is complete.
     for name, content in sorted(tokenizer.files().items(), key=lambda file: file[0] == TOKENIZER_FILE):
         store.write(f"tokenizer/{name}", content)
