@@ -135,7 +135,7 @@ class Ledger:
             return False
 
     def write(self, store: KvStore) -> None:
-        """Writes the ledger, unless the stored ledger has as many parts or more, as with a faster concurrent builder."""
+        """Writes the ledger, unless the stored one has at least as many parts, as a faster concurrent builder's may."""
         while True:
             content, generation = store.read_versioned(LEDGER)
             if content is not None and self._progress <= Ledger.from_bytes(store, content)._progress:

@@ -64,7 +64,7 @@ class TrainSets:
 
     @property
     def needs_all(self) -> bool:
-        """True if every set must be complete before the first row, as its end decides its packing or the data's length."""
+        """True if every set must be complete before the first row, as its end decides its packing or the data's end."""
         config = self._config
         if config.exclude or config.features_shape is not None:
             return True

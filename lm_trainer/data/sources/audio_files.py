@@ -51,14 +51,14 @@ class _RecordingWithText(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordingShard:
-    """Some recordings, in order; a row is a recording."""
+    """One or more recordings, in order. Each row is a recording."""
 
     pairs: tuple[_RecordingWithText, ...]
     fields: tuple[str, ...]
 
     @property
     def files(self) -> tuple[File, ...]:
-        """All files; none of them may change while the shard is read."""
+        """All files of the shard, none of which may change while the shard is read."""
         return tuple(file for pair in self.pairs for file in (pair.text, pair.recording) if file is not None)
 
     @property
@@ -87,7 +87,7 @@ class RecordingShard:
 
 @dataclass(frozen=True)
 class ArchiveShard:
-    """A tar archive of recordings, each next to its text; a row is a recording."""
+    """A tar archive of recordings, each next to its text. Each row is a recording."""
 
     file: File
     fields: tuple[str, ...]
@@ -123,7 +123,7 @@ class ArchiveShard:
     def _iter_samples(self) -> Iterator[tuple[str, bytes | str | None, bytes | None]]:
         """Yields (name without ending, recording, text) for consecutive files with the same name.
 
-        If a name has several recordings, the recording is an error message.
+        If a name has several recordings, an error message is yielded in place of the recording.
         """
         name, contents, endings = None, dict[bool, bytes](), list[str]()
 

@@ -41,11 +41,11 @@ class HuggingFace(SourceConfig):
     id: str
     """The name on the hub, such as `org/dataset`."""
     name: str | None = None
-    """The configuration (subset) of the dataset; by default its default configuration."""
+    """The configuration (subset) of the dataset; null means its default configuration."""
     revision: str | None = None
-    """Branch, tag or commit; default: `main`. A branch is resolved to its commit, which is recorded in the cache."""
+    """Branch, tag or commit; null means `main`. A branch is resolved to its commit, which is recorded in the cache."""
     stream: bool = True
-    """Read over the network while tokenising; `false` downloads every file to the hub cache first."""
+    """Reads files over the network while tokenising; `false` first downloads every file to the hub cache."""
     splits: list[str] = Field(default=["train", "validation"], min_length=1, max_length=2)
     """The split for training and, optionally, the split for validation."""
 
@@ -89,7 +89,7 @@ class _Repository(NamedTuple):
     id: str
     commit: str
     sizes: dict[str, int]
-    """Bytes of every file."""
+    """Size in bytes of every file, keyed by path."""
     configs: list[_CardConfig]
     """The configurations listed in the dataset card."""
 
@@ -108,7 +108,7 @@ class _Repository(NamedTuple):
             split_name: [path for path in readable if _has_split_name(path, split_name)]
             for split_name in {*_ALIASES, split}
         }
-        # If no file name contains a split name, all files are the train split.
+        # If no file name contains a split name, all files belong to the train split.
         if not any(by_split.values()):
             return readable if split == "train" else []
         return by_split[split]

@@ -11,18 +11,19 @@ from lm_trainer.data.sources.files import File, group_files, number_items
 from lm_trainer.data.sources.tar import open_tar
 
 _Sample = dict[str, bytes | BadRow | None]
-"""Contents of the files of a sample by their ending; None for unused files."""
+"""Contents of a sample's files, keyed by file name ending; None for unused files."""
 
 
 class WebDataset(FileSource):
-    """Tar archives of samples: `0001.txt`, `0001.json`, ...; a sample is a record with the endings as fields.
+    """Tar archives of samples: `0001.txt`, `0001.json`, ... A sample is a record with the endings as fields.
 
-    `data.text_key` is `txt`, or `json.caption` for a field of the JSON file. Other files, such as images, are skipped.
+    `data.text_key` is, for example, `txt`, or `json.caption` for a field of the JSON file. Other files, such as images,
+    are skipped.
     """
 
     type: Literal["webdataset"] = "webdataset"
 
-    # Has no suffixes, so it must be named in the configuration: by default, archives are read as recordings.
+    # Has no `suffixes`, so the configuration must name it. By default, archives are read as recordings.
     reads_archives: ClassVar[bool] = True
 
     def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
