@@ -49,7 +49,7 @@ class TokenShard(ABC):
         """
 
     def read_document_ends(self, number: int, array: TokenArray) -> np.ndarray | None:
-        """Returns the document ends of file `number`: ascending int64, ending with its length; None if there is no index.
+        """Returns the document ends of file `number`: ascending int64 up to the file's length; None if it has no index.
 
         Raises:
             UserError: if the index does not fit the tokens.
