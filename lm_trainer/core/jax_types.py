@@ -1,4 +1,4 @@
-"""Types of JAX objects for annotations."""
+"""Types of JAX objects for use in annotations."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PyTree = Any
-"""A nested container of arrays (or of shapes, shardings, dtypes) whose structure is open, as `jax.tree` handles it."""
+"""A nested container of arrays (or of shapes, shardings or dtypes) with any structure that `jax.tree` handles."""
 
 
 class Device(Protocol):
-    """A `jax.Device`, whose own class type checkers do not know."""
+    """The interface of `jax.Device`, whose own class type checkers do not know."""
 
     @property
     def id(self) -> int:
@@ -31,7 +31,7 @@ class Device(Protocol):
 
     @property
     def process_index(self) -> int:
-        """Index of the process that the device belongs to."""
+        """Index of the process to which the device belongs."""
         ...
 
     @property

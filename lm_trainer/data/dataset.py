@@ -99,7 +99,7 @@ class Data:
             cache.raise_if_failed()
 
     def fingerprint(self, step: int | None = None) -> str:
-        """Hashes the tokens, their meaning and the order. The result differs if any batch may differ.
+        """Hashes the tokens, their meaning and the order, but not the text's location. Differs if any batch may differ.
 
         Args:
             step: if not None, only batches before this step count, so that later weights may change.

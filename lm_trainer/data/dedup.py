@@ -178,7 +178,7 @@ def minhash_signatures(texts_D: Sequence[str], ngram: int) -> np.ndarray:
 
 
 def rows_per_band(threshold: float) -> int:
-    """Returns the largest number of values per band that is small enough for `_CERTAINTY` at the threshold similarity."""
+    """Returns the largest number of values per band that gives `_CERTAINTY` at the threshold similarity."""
     fitting = [rows for rows in range(1, 33) if 1 - (1 - threshold**rows) ** (PERMUTATIONS // rows) >= _CERTAINTY]
     return max(fitting, default=1)
 

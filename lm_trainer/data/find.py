@@ -180,7 +180,7 @@ class Needle:
 
 
 def _covering_tokens(text: bytes, texts_V: Sequence[bytes | None]) -> list[dict[int, tuple[int, ...]]]:
-    """Returns, for each of the text's first bytes, the tokens that can cover it, mapped to their bytes before the text."""
+    """Maps, for each of the text's first bytes, the tokens that can cover it to their bytes before the text."""
     candidates: list[dict[int, set[int]]] = [{} for _ in range(min(len(text), _MAX_ANCHORS))]
 
     def add_candidate(token: int, offset: int, length: int) -> None:
