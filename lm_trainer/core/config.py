@@ -112,7 +112,7 @@ class Config(BaseModel, metaclass=_ConfigType):
         return json_schema
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Copies as pydantic does, but drops cached values (`cached_property`) that are computed from the old fields."""
+        """Copies as pydantic does, but drops cached values (`cached_property`) that depend on the old fields."""
         copy = super().model_copy(update=update, deep=deep)
         for name in vars(copy).keys() - type(self).model_fields.keys():
             del vars(copy)[name]
