@@ -67,7 +67,7 @@ class Document:
         self.problems.append(Problem(origin, f"{dotted_key(path)}: {text}" if path else text))
 
     def may_suggest(self) -> bool:
-        """Returns True for the first unknown keys, because searching for all keys of an unrelated file would take long."""
+        """Returns True for the first unknown keys only, since a search for all keys of an unrelated file takes long."""
         self.suggested += 1
         return self.suggested <= _MAX_SUGGESTED
 
@@ -107,7 +107,7 @@ def dotted_key(path: KeyPath) -> str:
 def did_you_mean(word: str, options: Iterable[str], *, prefix: str = "", strict: bool = False) -> str:
     """Returns `; did you mean 'a' or 'b'?`, with `prefix` before each option, or "" if no option is similar.
 
-    Similar options are those of which `word` is a misspelling, names that contain all parts of `word` (train_batch_size
+    Similar options are names that `word` may misspell, names that contain all parts of `word` (train_batch_size
     for `batch_size`), and names with these initials (learning_rate for `lr`). If `strict`, `word` may only have one or
     two wrong letters.
     """

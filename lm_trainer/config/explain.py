@@ -64,7 +64,7 @@ _MAX_LISTED = 12
 
 
 class Explainer:
-    """Translates validation errors of a document with root class `root`, and records them as the document's problems."""
+    """Translates validation errors of a document with root class `root`, and records them as problems in it."""
 
     def __init__(self, document: Document, root: type[BaseModel]):
         self.document = document

@@ -62,7 +62,7 @@ class ConfigError(UserError):
 
 
 class MachineError(UserError):
-    """The configuration is right, but the machine cannot run it, as with a full disk, dead mount or lost permissions."""
+    """The configuration is right, but the machine cannot run it: a full disk, a dead mount or lost permissions."""
 
     exit_code = EXIT_CRASH
 

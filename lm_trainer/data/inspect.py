@@ -352,7 +352,7 @@ class _DocumentReader:
 
 
 def complete_cache_name(names: Collection[str], name: str) -> str:
-    """Completes the name of a cache: `train` stands for the `NAME/train` of the only set.
+    """Completes the name of a cache: `train` is short for `NAME/train` if there is only one set.
 
     Raises:
         UserError: if the name is unknown; lists the valid names.

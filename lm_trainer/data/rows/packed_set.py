@@ -1,4 +1,4 @@
-"""Held-out sets whose rows hold full documents, like those of packed training sets.
+"""Held-out sets whose rows hold full documents, like the rows of packed training sets.
 
 Shape letters: D documents, R rows of the set, B rows of this host, S positions.
 """

@@ -274,7 +274,7 @@ class PackedRows:
 
 
 class PackingStats(NamedTuple):
-    """How well rows of one length are used."""
+    """Utilisation of rows of one length by documents."""
 
     rows: int
     used: float

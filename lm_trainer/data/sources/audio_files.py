@@ -123,7 +123,7 @@ class ArchiveShard:
     def _iter_samples(self) -> Iterator[tuple[str, bytes | str | None, bytes | None]]:
         """Yields (name without ending, recording, text) for consecutive files with the same name.
 
-        If a name has several recordings, an error message is yielded in place of the recording.
+        If a name has several recordings, an error message is yielded instead of the recording.
         """
         name, contents, endings = None, dict[bool, bytes](), list[str]()
 
