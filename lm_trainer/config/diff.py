@@ -61,7 +61,7 @@ def differences_from_defaults(config: Config) -> list[Difference]:
 
 
 def _block_types(value: Mapping[str, object]) -> dict[str, object]:
-    """Reduces a configuration to the `type` of each of its blocks."""
+    """Returns only the `type` of each block of a configuration."""
     return {
         key: _block_types(item) if isinstance(item, Mapping) else item
         for key, item in value.items()

@@ -16,7 +16,7 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, order=True)
 class Origin:
-    """The origin of a value or key. Sorts in reading order of the sources."""
+    """The origin of a value or key. Origins sort in the reading order of the sources."""
 
     order: tuple[int, int, int]
     """Number of the source, line and column."""

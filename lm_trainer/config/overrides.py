@@ -41,7 +41,7 @@ _LIST_ITEM = re.compile(r"(?:[^,{}]|\{[^{}]*\})+")
 
 @dataclass(frozen=True)
 class Override:
-    """One setting from the command line."""
+    """A setting from the command line."""
 
     path: KeyPath
     text: str

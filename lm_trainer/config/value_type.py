@@ -27,7 +27,7 @@ class ValueType:
     inner: object = None
     """The annotation of a list's items or of a mapping's values."""
     items: tuple[object, ...] = ()
-    """The annotations of a fixed-length list, one per item."""
+    """The annotations of the items of a fixed-length list."""
     has_names: bool = False
     """True if the keys of a mapping have a name type (`Name`), rather than being arbitrary text."""
     alternatives: tuple[ValueType, ...] = ()

@@ -312,7 +312,7 @@ def _describe_syntax_error(error: Exception, text: str) -> tuple[int, int, str]:
         line, column = preceding.count("\n") + 1, error.position - (preceding.rfind("\n") + 1) + 1
         return line, column, f"the character #x{ord(text[error.position]):04x} is not allowed in YAML"
     assert isinstance(error, yaml.MarkedYAMLError)
-    # PyYAML's messages for the two most common mistakes are unclear.
+    # PyYAML's messages about the two most common mistakes are unclear.
     mark = error.problem_mark or error.context_mark
     message = str(error.problem or error.context)
     if "'\\t'" in message:

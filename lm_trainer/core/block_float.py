@@ -27,7 +27,7 @@ _RANDOM_BITS = 16
 
 
 class BlockFloats(NamedTuple):
-    """An array in 8 bits."""
+    """An array in 8-bit block floating point."""
 
     codes: jax.Array
     """uint8, in the shape of the array."""
@@ -101,10 +101,10 @@ UNSIGNED = Format(signed=False, lowest=-14, highest=15, top=0b111)
 
 
 def block_exponents(x: jax.Array, form: Format, blocks: Blocks) -> jax.Array:
-    """Returns the block exponents of a float32 array, as in `BlockFloats.block_exponents`."""
+    """Returns the block exponents of a float32 array. See `BlockFloats.block_exponents`."""
     magnitude = jax.lax.bitcast_convert_type(x, jnp.uint32) & 0x7FFFFFFF
     largest = blocks.max_per_block(jnp.where(magnitude >> _MANTISSA != _INFINITE, magnitude, 0))
-    # If the mantissa of the maximum exceeds the mantissa of the largest code, carry into the exponent.
+    # Carries into the exponent if the mantissa of the maximum exceeds the mantissa of the largest code.
     carry = (1 << _MANTISSA) - 1 - (form.top << (_MANTISSA - _DIGITS))
     return jnp.maximum((largest + carry) >> _MANTISSA, form.least_exponent).astype(jnp.uint8)
 
@@ -140,7 +140,7 @@ def encode(x: jax.Array, exponents: jax.Array, form: Format, blocks: Blocks, ran
     # A shift by the width of the integer or more is undefined.
     shift = jnp.minimum(_MANTISSA - _DIGITS - _RANDOM_BITS + jnp.maximum(-element, 0), 31).astype(jnp.uint32)
     rounded = ((mantissa >> shift) + random_bits) >> _RANDOM_BITS
-    # `exponents` may come from a program that rounds differently, and be too small by one unit in the last place.
+    # `exponents` may come from a program that rounds differently, so they may be one unit in the last place too small.
     code = jnp.minimum((jnp.maximum(element, 0).astype(jnp.uint32) << _DIGITS) + rounded, form.largest)
     if not form.signed:
         code = jnp.maximum(code, (magnitude > 0).astype(jnp.uint32))

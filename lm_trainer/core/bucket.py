@@ -149,7 +149,7 @@ class Bucket(KeyValues):
             setting: the name of the setting with which the user can choose another location.
 
         Raises:
-            UserError: if they cannot, for example because the bucket does not exist.
+            UserError: if one of these fails, for example because the bucket does not exist.
         """
         try:
             self.check_access()
@@ -163,7 +163,7 @@ class Bucket(KeyValues):
         """
         key = f".probe/{os.getpid()}-{time.time_ns()}"
         bucket = Bucket(str(self))
-        # Few retries, so that the server's refusal is reported soon.
+        # Only a few retries, so that the server's refusal is reported soon.
         bucket._kv = bucket._open(
             tensorstore_context(gcs_request_retries=_FEW_RETRIES, s3_request_retries=_FEW_RETRIES)
         )

@@ -32,8 +32,8 @@ def download_objects(directory: Bucket, keys: Iterable[str], to: Path, sizes: Ma
 
     Raises:
         UserError: if a key leads out of the local directory. Raised before anything is copied.
-        MachineError: if the server is unreachable or refuses, an object is deleted while it is read, or the file cannot
-            be written.
+        MachineError: if the server is unreachable or refuses the request, an object is deleted while it is read, or the
+            file cannot be written.
     """
     # Bucket consoles mark a folder by an empty object whose key ends in a slash.
     files = {key: path_inside(to, key, directory) for key in keys if not key.endswith("/")}
@@ -65,7 +65,7 @@ def upload_directory(source: Path, directory: Bucket) -> None:
     Raises:
         UserError: if a file needs a multipart upload and the package for it is missing. Raised before anything is
             copied.
-        MachineError: if the server is unreachable or refuses.
+        MachineError: if the server is unreachable or refuses the request.
     """
     files = {file.relative_to(source).as_posix(): file for file in sorted(source.rglob("*")) if file.is_file()}
     sizes = {key: file.stat().st_size for key, file in files.items()}

@@ -37,7 +37,7 @@ class IgnoredKey:
 
 
 def _raise_unknown_attribute(config: type, name: str) -> None:
-    """Raises AttributeError with the replacement, for a name known from other frameworks."""
+    """Raises AttributeError with the replacement if the name is known from other frameworks."""
     for base in config.__mro__:
         if name in base.__dict__.get("absent", {}):
             raise AttributeError(f"there is no {config.__name__}.{name}: {base.__dict__['absent'][name]}")
@@ -73,25 +73,29 @@ class Config(BaseModel, metaclass=_ConfigType):
     refused_keys: ClassVar[Mapping[str, str]] = {}
     """Maps keys of other frameworks that are refused here to the reason or the replacement."""
     ignored_keys: ClassVar[Mapping[str, IgnoredKey]] = {}
-    """Keys of other frameworks accepted without effect, with a note; values other than the listed ones are refused."""
+    """Keys of other frameworks that are accepted with a note but have no effect. Values that are not listed are
+    refused."""
     renamed_keys: ClassVar[Mapping[str, str]] = {}
-    """Keys of other frameworks -> the equivalent key here; reported in a note."""
+    """Maps keys of other frameworks to the equivalent key here, which a note reports."""
 
     respelt_keys: ClassVar[Mapping[str, Mapping[Any, tuple[str, Any]]]] = {}
-    """Keys of other frameworks -> value -> the equivalent (key, value) here."""
+    """Maps keys of other frameworks and their values to the equivalent (key, value) here."""
 
     replaced_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Keys -> other keys of the file that an override of the key replaces; a key of another framework replaces them
     also from the file. Replaced keys are dropped with a note."""
 
     refused_types: ClassVar[Mapping[str, str]] = {}
-    """Values of `type` known from other frameworks and missing in unions with this class -> the reason or the
+    """Maps values of `type` that other frameworks have but unions with this class do not to the reason or the
     replacement."""
 
     absent: ClassVar[Mapping[str, str]] = {
         "default_choice_name": "it is the default of the field `type`",
     }
-    """Methods and properties of other frameworks' configurations, missing here -> the replacement. Subclasses inherit
+    """Maps methods and properties that only other frameworks' configurations have to the replacement.
+
+    Subclasses inherit
+
     the entries of their bases."""
 
     # Hidden from type checkers, which would otherwise accept any attribute.
@@ -207,10 +211,10 @@ PositiveDuration = Annotated[Duration, AfterValidator(_check_positive)]
 
 
 def resolve_steps(value: float, total: int) -> int:
-    """Converts a fraction of `total` steps (a float up to 1.0) or a number of steps into a number of steps.
+    """Converts a fraction of `total` steps (a float up to 1.0), or a number of steps, to a number of steps.
 
-    An `int` is always a number of steps; a `float` up to 1.0 is a fraction, evaluated in decimal and rounded down:
-    0.29 of 100 steps is 29.
+    An `int` is always a number of steps. A `float` up to 1.0 is a fraction, which is evaluated in decimal and rounded
+    down, so that 0.29 of 100 steps is 29.
 
     Raises:
         ValueError: if the value is negative, or is above 1 and not a whole number.

@@ -1,4 +1,4 @@
-"""Errors addressed to the user, and their exit codes."""
+"""Errors that are addressed to the user, and their exit codes."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ EXIT_STOPPED = 76
 
 
 class UserError(Exception):
-    """A mistake or a state of the machine that the user can fix.
+    """A mistake, or a state of the machine, that the user can fix.
 
     The command line prints only the message, without a traceback, and exits with `exit_code`.
-    The message names the fault, its location and the remedy; credentials in its URLs are blanked.
+    The message names the fault, its location and the remedy. Credentials in its URLs are blanked.
     """
 
     exit_code: int = EXIT_CONFIG
@@ -51,7 +51,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """All faults of a configuration, found in one pass.
+    """All faults of a configuration, which are found in one pass.
 
     `problems` holds one line per fault, sorted by position, with `file:line:column` if known.
     """

@@ -47,7 +47,7 @@ def path_problem(path: AnyPath, schemes: Sequence[str] = (), name: str = "") -> 
     of an unknown user.
 
     Args:
-        path: the path as written by the user.
+        path: the path as the user wrote it.
         schemes: URL schemes that are accepted in addition to paths.
         name: description of other values that are accepted, for the message.
     """
@@ -117,7 +117,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        # Errors of `write` carry no file name.
+        # Errors of `write` do not have a file name.
         error.filename = str(path)
         with contextlib.suppress(OSError):
             temporary.unlink()

@@ -26,7 +26,7 @@ def render_page(package: str, template: str, **values: Any) -> str:
 
 @functools.cache
 def _jinja_environment() -> Environment:
-    # Imported here because few commands write a page.
+    # Imported here, because only a few commands write a page.
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(

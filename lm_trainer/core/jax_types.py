@@ -16,12 +16,12 @@ class Device(Protocol):
 
     @property
     def id(self) -> int:
-        """Unique among the devices of a platform in all processes."""
+        """Number of the device, which is unique among the devices of a platform in all processes."""
         ...
 
     @property
     def platform(self) -> str:
-        """`cpu`, `gpu` or `tpu`."""
+        """Name of the platform: `cpu`, `gpu` or `tpu`."""
         ...
 
     @property
@@ -41,7 +41,7 @@ class Device(Protocol):
 
     @property
     def coords(self) -> Sequence[int]:
-        """Position of a TPU chip in its slice; other devices have none."""
+        """Position of a TPU chip in its slice. Other devices do not have a position."""
         ...
 
     def __hash__(self) -> int: ...

@@ -118,7 +118,7 @@ class KeyValues(ABC):
         """
         failure = partial(self.request_error, "write", key)
         seconds = self.deadline_for(len(value)) if seconds is None else seconds
-        # A read-only store refuses here, before any request.
+        # A read-only store refuses the write here, before any request.
         with _convert_errors(failure, seconds):
             future = self._kv.write(self.prefix + key, value, if_equal=if_generation)
         return bytes(self._wait(future, failure, seconds).generation)
@@ -160,7 +160,7 @@ _Failure = Callable[[Exception, float], UserError]
 
 @contextlib.contextmanager
 def _convert_errors(failure: _Failure, seconds: float) -> Iterator[None]:
-    """Converts errors of TensorStore with `failure`."""
+    """Converts errors of TensorStore to the result of `failure`."""
     try:
         yield
     except UserError:

@@ -38,7 +38,7 @@ class Lease:
 
     Args:
         directory: the directory to lock.
-        on_wait: called with a message if the start has to wait.
+        on_wait: called with a message if the process has to wait for the lease.
 
     Raises:
         UserError: if another process holds the lease.

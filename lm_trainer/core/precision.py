@@ -1,4 +1,4 @@
-"""Mixed precision policies in the usual notation: `f32`, `p=f32,c=bfloat16`."""
+"""Mixed precision policies in the usual notation, such as `f32` or `p=f32,c=bfloat16`."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def _is_running(pid: int) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):  # too large for a PID
         return False
-    except OSError:  # it exists and belongs to another user
+    except OSError:  # the process exists and belongs to another user
         return True
     # A zombie (ended, but not yet waited for) still has its PID.
     with contextlib.suppress(OSError):

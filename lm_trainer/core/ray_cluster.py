@@ -19,7 +19,7 @@ def join_cluster(ray: Any, address: str, advice: str) -> None:
     """Connects this process to the cluster at `address`: `auto`, `host:6379` or `ray://host:10001`.
 
     Raises:
-        UserError: if no cluster answers, with `advice` at the end of the message.
+        UserError: if no cluster answers. The message ends with `advice`.
     """
     try:
         # The address is checked first, because Ray retries for minutes and then ends the process.

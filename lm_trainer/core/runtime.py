@@ -82,7 +82,7 @@ def return_freed_memory() -> None:
 
 @contextlib.contextmanager
 def short_switch_interval() -> Iterator[None]:
-    """Reduces the switch interval of the interpreter's lock (GIL) from 5 ms to 0.2 ms.
+    """Context manager that reduces the switch interval of the interpreter lock (GIL) from 5 ms to 0.2 ms.
 
     Meant for pipeline stages that release the lock most of the time, and would wait for it after each call.
     """

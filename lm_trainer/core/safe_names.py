@@ -29,7 +29,7 @@ def check_relative_path(name: object, source: object) -> str:
 
 
 def path_inside(directory: Path, name: object, source: object) -> Path:
-    """Returns the path of a file in a directory for an untrusted name, for reading or writing.
+    """Returns the path of a file to read or write in a directory, given an untrusted name.
 
     Symbolic links may point to other locations in the directory. In a snapshot of the Hugging Face hub's cache, they
     may also point to the blobs of the same repository.

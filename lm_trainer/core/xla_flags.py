@@ -12,7 +12,7 @@ GPU_FLAGS = {
     # bit-identical. NVIDIA's JAX images also set it (docs.nvidia.com/jax-toolbox/environment-variables).
     "xla_gpu_enable_latency_hiding_scheduler": "true",
 }
-"""Flags for NVIDIA GPUs, by name."""
+"""Flags for NVIDIA GPUs, keyed by name."""
 
 # XLA ends the process at an unknown flag, and flags come and go, so none is set with other versions.
 _SUPPORTED_JAXLIB = ("0.10.",)

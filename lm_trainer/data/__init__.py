@@ -2,7 +2,7 @@
 
 DataConfig        the `data` section of a configuration
 RayConfig         a Ray cluster to tokenise on
-open_data         tokenises missing text and opens the data
+open_data         tokenises text that is not cached yet, and opens the data
 Data              the opened data
 load_tokenizer    reads the tokenizer saved by a run
 """

@@ -47,7 +47,7 @@ _NO_FILES = "train_urls is an empty list; name files, or leave the key out (or n
 
 
 class SetConfig(Config):
-    """One set of documents: its sources, and how to read them."""
+    """One set of documents, with its sources and the way to read them."""
 
     train_urls: AffectsResults[Urls | None] = None
     """Paths or fsspec URLs of the files to train on. Globs, `{1..128}` and `{a,b}` are expanded, and `.gz`, `.bz2`,
@@ -69,7 +69,7 @@ class SetConfig(Config):
     source: AffectsResults[AnySource | None] = None
     """Reader of the documents. If absent, it is chosen by file name, or is `embedded` if there are no `train_urls`."""
     text_key: AffectsResults[str] = "text"
-    """The field of a record (a JSON line, a Parquet row) with the document; `a.b.c` for a nested field."""
+    """The field of a record (a JSON line or a Parquet row) that holds the document; `a.b.c` names a nested field."""
     text_template: AffectsResults[str | None] = None
     """A template that builds the text from several fields, used instead of `text_key`: `"{title}\\n\\n{body}"`. `{{` is
     a literal brace."""
@@ -385,7 +385,7 @@ class DataConfig(SetConfig):
 
     @property
     def sets(self) -> dict[str, SetConfig]:
-        """The sets of the mixture; without a mixture, this block itself as `train`."""
+        """The sets of the mixture. Without a mixture, this block itself is the set `train`."""
         return dict(self.configs) or {SINGLE_SET: self}
 
     @property
@@ -398,7 +398,7 @@ class DataConfig(SetConfig):
 
     @property
     def trained(self) -> list[str]:
-        """Names of the sets with a nonzero weight at any step."""
+        """Names of the sets that have a nonzero weight at any step."""
         weighted = {name for _, weights in self._weight_stages() for name, weight in weights.items() if weight}
         return [name for name in self.sets if name in weighted]
 
@@ -408,5 +408,5 @@ class DataConfig(SetConfig):
         return [(0, self.train_weights)] if isinstance(self.train_weights, dict) else self.train_weights
 
     def value_for_set(self, value: PerSet | None, name: str) -> int | None:
-        """Returns one set's value of a setting that may differ by set."""
+        """Returns the value that a setting, which may differ between sets, has for one set."""
         return value.get(name) if isinstance(value, dict) else value

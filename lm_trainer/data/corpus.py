@@ -68,7 +68,7 @@ def iter_documents(name: str, cache: OpenCache) -> Iterator[Documents]:
 
 
 class Origins:
-    """Looks up the source and the beginning of documents."""
+    """Looks up the sources and the beginnings of documents."""
 
     def __init__(self, data: Data):
         self._data = data

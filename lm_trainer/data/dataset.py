@@ -30,7 +30,7 @@ _SAMPLED_ROWS, _ROWS_PER_READ = 2048, 64
 
 
 class Data:
-    """Train batches and held-out sets, in an order determined only by the seed.
+    """Train batches and held-out sets, in an order that only the seed determines.
 
     Args:
         config: the `data` section.
@@ -114,9 +114,9 @@ class Data:
     def fingerprints(self, step: int | None = None) -> dict[str, str]:
         """Returns hashes that identify the data of a run.
 
-        `tokens`, once the data are complete, is `fingerprint`. `sources` is available immediately: it hashes the files
-        with their sizes and times, the tokenizer and the rules. Two runs have the same data if they agree in `tokens`
-        or, if one of them does not have it, in `sources`.
+        Once the data are complete, `tokens` is the result of `fingerprint`. `sources` is available immediately. It is a
+        hash of the files with their sizes and times, of the tokenizer and of the rules. Two runs have the same data if
+        they agree in `tokens` or, if one of them does not have it, in `sources`.
         """
         hashes = {"tokens": self.fingerprint(step)} if self.complete else {}
         return {**hashes, "sources": self._identity.hash_sources(step)}

@@ -36,7 +36,7 @@ _ROUNDS = 8
 
 @dataclass(frozen=True)
 class Duplicate:
-    """A document with an exact or near copy earlier in the data."""
+    """A document that has an exact or near copy earlier in the data."""
 
     set: str
     document: int
@@ -60,7 +60,7 @@ class DedupReport:
     """The duplicates of the training text."""
 
     documents: int
-    """Number of documents compared."""
+    """Number of documents that were compared."""
     tokens: int
     """Number of tokens of all documents, including end-of-document tokens."""
     duplicates: list[Duplicate]
@@ -98,7 +98,7 @@ def find_duplicates(
         progress: called with the name of a set, the number of its documents read so far, and their total number.
 
     Raises:
-        UserError: if near duplicates are requested for token ids without text, or rensa is not installed.
+        UserError: if near duplicates are requested and a set has token ids without text, or rensa is not installed.
     """
     if threshold is not None:
         _check_near(data)

@@ -82,7 +82,7 @@ class Needle:
     Args:
         text: the text in UTF-8, not empty.
         texts_V: the bytes of each token; None for tokens that end every text.
-        counts_V: frequency of each token, used to choose the rarest anchor.
+        counts_V: frequency of each token, with which the rarest anchor is chosen.
     """
 
     def __init__(self, text: bytes, texts_V: Sequence[bytes | None], counts_V: np.ndarray):

@@ -34,7 +34,7 @@ class HeldOut:
     """int64 [D]: exclusive end in the stream of each of the set's documents."""
 
     def first_passage(self, document: int, tokens: int) -> Passage:
-        """Returns the beginning of a document, and its origin."""
+        """Returns the beginning of a document and its origin."""
         start = int(self.ends_D[document - 1]) if document else self.rows.first_token
         count = min(tokens, int(self.ends_D[document]) - start)
         return next(iter(iter_passages(self.cache, self.rows.tokenizer, start, count)))
@@ -55,7 +55,7 @@ def open_held_out(
     stride: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> HeldOutData:
-    """Tokenises held-out text that is not cached yet, and opens it.
+    """Opens the held-out text of a configuration, and tokenises it first if it is not cached yet.
 
     Args:
         config: the `data` section. If it names another tokenizer, the text is tokenised with `tokenizer`.

@@ -54,7 +54,7 @@ class FeatureStatus(NamedTuple):
 
     def describe(self, documents: int) -> str:
         """Describes the features of a number of documents, such as `features of 3000 x 80 (1.9 MB)`."""
-        # float32: four bytes each.
+        # Each number is a float32 of four bytes.
         size = f"{4 * self.frames * self.channels * documents / 1e6:,.1f} MB" if self.stored else "made on the fly"
         return f"features of {self.frames} x {self.channels} ({size})"
 
@@ -83,7 +83,7 @@ class CacheStatus:
 
     @property
     def begun(self) -> bool:
-        """True if any part was built, even if the manifest is lost."""
+        """True if any part has been built, even if the manifest is lost."""
         return self.fingerprint is not None or self.ledger.begun
 
     def __str__(self) -> str:
@@ -214,7 +214,7 @@ def cache_stats(store: KvStore, ledger: Ledger, seq_len: int | None, exclusion: 
     Excluded documents do not count. If `seq_len` is None, each document is a separate row, so packing is not computed.
 
     Raises:
-        UserError: if the cache holds no documents yet.
+        UserError: if the cache does not have any documents yet.
     """
     lengths_D = document_lengths(store, ledger)
     if not len(lengths_D):
@@ -273,7 +273,7 @@ def inspect_documents(config: DataConfig, name: str, first: int, count: int, cha
 
     Args:
         config: the `data` section that built the cache.
-        name: `NAME/train` or `NAME/validation`; `train` and `validation` for a single set.
+        name: name of the cache, `NAME/train` or `NAME/validation`. For a single set, `train` or `validation`.
         first: number of the first document.
         count: number of documents.
         chars: number of characters to show of each text; 0 shows all.

@@ -1,7 +1,7 @@
 """Reads the rows and batches of a run through Grain.
 
-Element i of the source holds this host's rows of one step, so a run can start at any step at the same cost, and a batch
-is read in one piece. A step never depends on which batches were read earlier.
+Element i of the source holds this host's rows of one step, so a run can start at any step at the same cost, and each
+batch is read as a unit. The rows of a step never depend on which batches were read earlier.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class TrainIterator(Iterator[Batch]):
         closed: event that `close` sets, which ends threads that wait for text still being tokenised.
 
     Raises:
-        UserError: if a batch does not have such rows.
+        UserError: if a batch does not have these rows.
     """
 
     def __init__(

@@ -100,7 +100,7 @@ class MixtureCycle(NamedTuple):
 
 @lru_cache(maxsize=64)
 def mixture_cycle(counts: tuple[int, ...]) -> MixtureCycle:
-    """Computes the cycle in which, for every prefix, each set's row count is within one row of its share.
+    """Computes the cycle in which, for every prefix, the number of rows of each set is within one row of its share.
 
     Draw j of a set with c of L positions must fall in [floor(jL/c), ceil((j+1)L/c)). Serving the earliest deadline
     first

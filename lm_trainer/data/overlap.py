@@ -45,7 +45,7 @@ class Overlap(NamedTuple):
     longest: int
     """Number of words of the longest span in which all n-grams occur in the training text."""
     span: str
-    """The text of that span."""
+    """The text of the longest span."""
     found_in: tuple[tuple[str, int], ...]
     """The set and the number of a document that has an n-gram of this span, if any."""
 

@@ -33,7 +33,7 @@ class Passage(NamedTuple):
 
 
 class RowDocuments(NamedTuple):
-    """One row of a global batch, and the documents in it."""
+    """One row of a global batch, with the documents in it."""
 
     row: int
     """Number of the row in the batch."""

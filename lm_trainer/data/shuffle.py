@@ -147,7 +147,7 @@ def permute(
 
     A Feistel network over the smallest even number of bits that holds `size`, with the finaliser of splitmix64 (Steele,
     Lea and Flood, 2014) as round function, and cycle walking until the value is below `size`. Below 8 bits, 4 rounds
-    are distinguishable from random, so it uses 8.
+    are distinguishable from random, so 8 rounds are used.
 
     Args:
         indices_N: int [N], each in [0, size).

@@ -157,7 +157,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continues each context up to one of its stop texts."""
+        """Continues each context until one of its stop texts."""
         del disable_tqdm
         if self._not_computed:
             logger.warning(

@@ -43,7 +43,7 @@ class TaskResult:
     errors: Mapping[str, float]
     """Standard errors by metric name, if known."""
     samples: Sequence[Mapping[str, Any]]
-    """Every question with the model's answer, if requested."""
+    """Every question with the model's answer, if they were requested."""
 
 
 class Tasks:
@@ -66,7 +66,7 @@ class Tasks:
                 _set_num_fewshot(task, num_fewshot)
 
     def evaluate_model(self, model: HarnessModel) -> list[TaskResult]:
-        """Evaluates a model on all tasks, deterministically.
+        """Evaluates a model on all tasks. The results are deterministic.
 
         Raises:
             UserError: if answers do not fit into the context, or the harness rejects anything.

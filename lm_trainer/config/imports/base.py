@@ -45,7 +45,7 @@ A function raises `NoEqualError` if there is no equivalent.
 
 @dataclass(frozen=True)
 class Dialect:
-    """The configuration format of one framework."""
+    """A framework's configuration format, and its translation to ours."""
 
     name: str
     marks: frozenset[str]

@@ -1,4 +1,4 @@
-"""SpecAugment (Park et al. 2019): masks runs of frames and bands of channels in the features.
+"""SpecAugment (Park et al. 2019), which masks runs of frames and bands of channels in the features.
 
 Shape letters: B rows, F frames, M mel channels.
 """

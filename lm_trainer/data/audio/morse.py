@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# ITU-R M.1677-1.
+# The code of recommendation ITU-R M.1677-1.
 _TABLE = """
 a .- b -... c -.-. d -.. e . f ..-. g --. h .... i .. j .--- k -.- l .-.. m -- n -. o --- p .--. q --.- r .-. s ... t -
 u ..- v ...- w .-- x -..- y -.-- z --.. 0 ----- 1 .---- 2 ..--- 3 ...-- 4 ....- 5 ..... 6 -.... 7 --... 8 ---.. 9 ----.
@@ -26,7 +26,7 @@ def num_time_units(text: str) -> int:
 
 @dataclass(frozen=True)
 class MorseVoice:
-    """Ranges of the random sound parameters of each row."""
+    """Ranges from which the sound parameters of each row are drawn."""
 
     unit_seconds: tuple[float, float]
     pitch: tuple[float, float]
@@ -38,7 +38,7 @@ class MorseVoice:
         """Returns the sound of a text as float32 samples in [-1, 1].
 
         Args:
-            text: letters, digits and single blanks.
+            text: the text, made of letters, digits and single blanks.
             sampling_rate: number of samples per second.
             rng: random generator for speed, pitch, pause, loudness and noise.
             signal: False omits the tones, which gives the same noise without any signal.

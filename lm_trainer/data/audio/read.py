@@ -24,7 +24,7 @@ class BadAudio(Exception):
 
 @dataclass(frozen=True)
 class AudioRules:
-    """Requirements on audio, and the treatment of audio that does not meet them."""
+    """Requirements for audio, and the treatment of audio that does not meet them."""
 
     rate: ClassVar[int] = SAMPLING_RATE
     """Number of output samples per second."""
@@ -35,10 +35,10 @@ class AudioRules:
     """False rejects audio with several channels."""
 
     def read(self, source: bytes | BinaryIO, max_seconds: float | None = None) -> np.ndarray:
-        """Decodes a file of any format supported by libsndfile (wav, flac, mp3, ogg) into float32 [T].
+        """Decodes a file in any format that libsndfile supports (wav, flac, mp3, ogg) to float32 [T].
 
         Args:
-            source: the bytes of the file, or the open file.
+            source: the content of the file, or the open file.
             max_seconds: maximum length in seconds; longer audio is rejected without decoding it.
 
         Raises:

@@ -61,7 +61,7 @@ def read_required_record(store: KvStore, ledger: Ledger, part: int) -> CommitRec
     """Reads the commit record of a part listed in the ledger.
 
     Raises:
-        MachineError: if it is lost or damaged, or does not match the ledger.
+        MachineError: if the record is lost or damaged, or does not match the ledger.
     """
     name = ledger.parts[part]
     record = read_record(store, name)

@@ -130,7 +130,7 @@ def write_exclusions(file: Path, ledgers: Mapping[str, Ledger], entries: Iterabl
         entries: lines with the keys `set`, `document` and any others.
 
     Raises:
-        UserError: if it cannot be written.
+        UserError: if the list cannot be written.
     """
     sets = {
         name: {"documents": ledger.num_documents, "tokens": hash_tokens(ledger)} for name, ledger in ledgers.items()

@@ -68,7 +68,7 @@ class FilteredStream(TokenStream):
     def map_to_full_stream(
         self, starts_N: np.ndarray, counts_N: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Maps runs of tokens to the full stream.
+        """Maps runs of tokens to positions in the full stream.
 
         Args:
             starts_N: int64 [N], first token of each run.

@@ -17,7 +17,7 @@
     builder.json             the heartbeat of the building process; removed when the cache is finished
 
 S is the shard number, P the part number within the shard. Files are written atomically and never changed, except the
-ledger and the heartbeat, which are replaced atomically. A part ends where the text of its rows exceeds a size, so its
+ledger and the heartbeat, which are replaced atomically. A part ends where the text of its rows exceeds a limit, so its
 bytes depend only on the source.
 """
 
@@ -65,7 +65,7 @@ def part_key(name: str, kind: str) -> str:
 
 
 def shard_key(shard: int) -> str:
-    """Returns the key of the file that marks a shard as read to its end."""
+    """Returns the key of the file that marks that a shard has been read to its end."""
     return f"shards/{shard:05d}.json"
 
 

@@ -16,7 +16,7 @@ from lm_trainer.core.files import expand_home
 from lm_trainer.core.key_values import KeyValues, plain_error_text
 
 CachePath = Annotated[str, PathType(schemes=("gs", "s3", "file", "memory", "http", "https"))]
-"""A directory, or a URL supported by a TensorStore driver."""
+"""A directory, or a URL for which TensorStore has a driver."""
 
 # TensorStore raises the same error type for every failure, so only the message distinguishes a full disk from a refused
 # write.
@@ -27,7 +27,7 @@ _REFUSED = re.compile(
 
 
 class KvStore(KeyValues):
-    """Key-value store in one directory or URL. Picklable.
+    """A key-value store in one directory or URL. Picklable.
 
     Args:
         url: a path, or a URL of `gs://`, `s3://`, `file://` or `memory://`; `http(s)://` is read-only.
@@ -48,18 +48,18 @@ class KvStore(KeyValues):
             # Uses the same endpoints and credentials as for other bucket files.
             self._bucket = Bucket(self.url) if is_bucket(self.url) else None
         self.remote = self.local is None and not self.url.startswith("memory://")
-        _ = self._kv  # opened now, so an unusable URL is reported immediately
+        _ = self._kv  # opened now, so that an unusable URL is reported immediately
 
     def __str__(self) -> str:
         return self.url
 
     def __reduce__(self) -> tuple[type[KvStore], tuple[str]]:
-        # TensorStore's handle cannot be pickled; the receiving process opens a new one.
+        # TensorStore's handle cannot be pickled, so the receiving process opens a new one.
         return type(self), (self.url,)
 
     @property
     def store_spec(self) -> str | dict[str, object]:
-        """TensorStore's specification of the directory, or of its full bucket."""
+        """TensorStore's specification of the directory, or of the whole bucket that contains it."""
         if self._bucket is not None:
             return self._bucket.store_spec
         return {"driver": "file", "path": f"{self.local}/"} if self.local is not None else f"{self.url}/"
@@ -70,10 +70,10 @@ class KvStore(KeyValues):
         return self._bucket.prefix if self._bucket is not None else ""
 
     def read_json(self, key: str) -> Any:
-        """Returns the value of a JSON key, or None if it does not exist.
+        """Returns the value of a JSON key; None if the key does not exist.
 
         Raises:
-            UserError: if it is damaged (by a manual edit or a failing disk).
+            UserError: if the value is damaged (by a manual edit or a failing disk).
         """
         value = self.read(key)
         try:

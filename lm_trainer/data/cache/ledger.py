@@ -55,7 +55,7 @@ class Ledger:
         """Reads the ledger of a cache. Returns an empty ledger if there is none.
 
         Raises:
-            UserError: if it is damaged, or was written by another version.
+            UserError: if the ledger is damaged, or was written by another version.
         """
         content = store.read(LEDGER)
         return cls() if content is None else cls.from_bytes(store, content)
@@ -151,7 +151,7 @@ class Ledger:
 
     @property
     def begun(self) -> bool:
-        """True once any part was added."""
+        """True once any part has been added."""
         return self.finished or self.next != [0, 0]
 
     @property
@@ -174,7 +174,7 @@ class Ledger:
 
 
 def _token_location_fields(record: CommitRecord) -> list[object]:
-    """Returns the fields of a commit record's `TokenLocation`."""
+    """Returns the fields of the `TokenLocation` in a commit record."""
     return [record["place"][name] for name in TokenLocation._fields]
 
 

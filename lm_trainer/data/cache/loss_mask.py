@@ -19,7 +19,7 @@ _PER_BYTE = 4
 
 
 def pack_loss_mask(in_loss_T: np.ndarray, lengths_D: np.ndarray) -> bytes:
-    """Encodes the mask file of a part: two bits per token, the first token in the lowest bits.
+    """Encodes the mask file of a part, with two bits per token and the first token in the lowest bits.
 
     Args:
         in_loss_T: bool [T], True for tokens that count in the loss.
@@ -47,7 +47,7 @@ def unpack_loss_mask(content_F: np.ndarray, start: int, count: int) -> np.ndarra
         count: T.
 
     Returns:
-        uint8 [T], sums of IN_LOSS and DOCUMENT_END.
+        uint8 [T], each the sum of any of IN_LOSS and DOCUMENT_END.
     """
     shifts = np.arange(0, 8, 2, dtype=np.uint8)
     # The first token may start inside a byte, whose lower bits then belong to earlier tokens.

@@ -102,7 +102,7 @@ def open_array(path: str, kind: str) -> ts.TensorStore:
     """Opens a TensorStore array on this machine.
 
     Raises:
-        MachineError: if it cannot be read.
+        MachineError: if the array cannot be read.
     """
     try:
         return _open_array(path, kind)

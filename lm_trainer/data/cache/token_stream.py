@@ -36,7 +36,7 @@ Item = TypeVar("Item")
 
 
 class TokenStream:
-    """All documents in order, each ended by EOS. Safe to read from several threads.
+    """All documents in order, each of which ends with EOS. Safe to read from several threads.
 
     All data are verified against their checksums, which are part of the data fingerprint.
     """
@@ -65,7 +65,7 @@ class TokenStream:
         self._ledger, self._names, self._starts = ledger, ledger.parts, ends - counts
         # Masks are always stored in the cache itself.
         self._places = ledger.places if self._kind == "bin" else []
-        # Updated last: readers use the ends to find the length of the stream, without a lock.
+        # Updated last, because readers use the ends to find the length of the stream without a lock.
         self._ends = ends
 
     def _num_items_per_part(self, ledger: Ledger) -> np.ndarray:

@@ -37,10 +37,10 @@ class _PreparedAudio(NamedTuple):
 
 
 class AudioFormat(FormatConfig):
-    """Every row is a recording and its text, for speech models (`model: {type: whisper}`). A row is one document.
+    """Every row is a recording with its text, for speech models (`model: {type: whisper}`). A row is one document.
 
-    The recording is a wav, flac, mp3 or ogg file: its bytes, its path, an `Audio` column of Hugging Face, or an object
-    with `array` and `sampling_rate`. The features equal the output of `WhisperFeatureExtractor`.
+    The recording is given as the bytes or the path of a wav, flac, mp3 or ogg file, as an `Audio` column of Hugging
+    Face, or as an object with `array` and `sampling_rate`. The features equal the output of `WhisperFeatureExtractor`.
     """
 
     type: Literal["audio"] = "audio"
@@ -62,8 +62,8 @@ class AudioFormat(FormatConfig):
     task: Literal["transcribe", "translate"] | None = None
     """The task, for tokenizers with task tokens; null means no task token."""
     timestamps: bool = False
-    """True if texts contain timestamps such as `<|1.20|>`, which are encoded as tokens. Otherwise the prompt ends with
-    the no-timestamps token, if the tokenizer has one."""
+    """True if texts contain timestamps such as `<|1.20|>`, which are encoded as tokens. If False, the prompt ends
+    with the no-timestamps token, if the tokenizer has one."""
     prompt: list[str] | None = Field(default=None, min_length=1)
     """Special tokens at the start of every text, instead of the tokens for `language`, `task` and `timestamps`."""
     mask_prompt: bool = True
@@ -122,7 +122,7 @@ class AudioFormat(FormatConfig):
         """Returns the ids of the prompt tokens that precede the text of a row.
 
         Raises:
-            UserError: if the tokenizer lacks one of the tokens.
+            UserError: if the tokenizer does not have one of the tokens.
         """
         assert isinstance(tokenizer, HfTokenizer)
         special_ids = tokenizer.special_tokens()
@@ -161,7 +161,7 @@ class AudioFormat(FormatConfig):
         return PreparedRow(prepared, size, text is not record[self.text_key], extra_bytes)
 
     def compute_features(self, row: Row) -> np.ndarray:
-        """Computes the features float32 [F, M] of a row accepted by `prepare`.
+        """Computes the features float32 [F, M] of a row that `prepare` has accepted.
 
         Raises:
             UnusableRow: if the recording can no longer be read.

@@ -23,7 +23,7 @@ class PreparedRow(NamedTuple):
     """A row that is ready to be encoded."""
 
     value: Any
-    """Input of `encode`."""
+    """The input for `encode`."""
     size: int
     """Number of UTF-8 bytes of the text; 0 = the row is empty."""
     replaced: bool = False
@@ -36,7 +36,7 @@ class EncodedDocument(NamedTuple):
     """Token ids without BOS and EOS."""
 
     ids: TokenIds
-    """Integers [T]."""
+    """Integers [T]: the token ids."""
     loss_mask: np.ndarray | None = None
     """bool [T]: True for tokens that count as targets in the loss; None = all tokens."""
     features: np.ndarray | None = None
@@ -53,7 +53,7 @@ class FormatConfig(Config):
     has_loss_mask: ClassVar[bool] = False
     """True if documents have a loss mask, in which case they may contain EOS tokens."""
     adds_bos: ClassVar[bool] = True
-    """True to start documents with the BOS token, if the tokenizer has one."""
+    """True if documents start with the BOS token, provided that the tokenizer has one."""
     has_prompts: ClassVar[bool] = False
     """True if a row is a prompt with its answer, which must stay in one training row."""
     later_keys: ClassVar[frozenset[str]] = frozenset()
@@ -82,7 +82,7 @@ class FormatConfig(Config):
         """Returns JSON that changes whenever the tokens may change; None for plain text.
 
         Raises:
-            UserError: if the tokenizer does not fit.
+            UserError: if the format cannot be used with the tokenizer.
         """
 
     @abstractmethod
@@ -90,7 +90,7 @@ class FormatConfig(Config):
         """Checks a row, and returns it as input for `encode`.
 
         Raises:
-            UnusableRow: if the row does not fit.
+            UnusableRow: if the row does not fit the format.
         """
 
     @abstractmethod

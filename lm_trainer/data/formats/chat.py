@@ -52,9 +52,9 @@ class ChatFormat(FormatConfig):
     tools_field: str | None = None
     """The field with the list of a conversation's tools; null passes no tools to the template."""
     chat_template: LocalPath | None = None
-    """A Jinja template, or the path of a template file; defaults to the template of the tokenizer."""
+    """A Jinja template, or the path of a template file. The default is the template of the tokenizer."""
     mask_user_turns: bool = True
-    """True to exclude all tokens from the loss except the assistant's, as marked by the template."""
+    """True to exclude all tokens from the loss except those the template marks as the assistant's."""
 
     has_loss_mask: ClassVar[bool] = True
     has_prompts: ClassVar[bool] = True
@@ -90,7 +90,7 @@ class ChatFormat(FormatConfig):
         return PreparedRow(conversation, counts[0], replaced=bool(counts[1]))
 
     def _rename_fields(self, message: object) -> object:
-        """Returns the message with the field names and role names expected by templates."""
+        """Returns the message with the field names and role names that templates expect."""
         if not {"role_field", "content_field", "roles"} & self.changed_fields or not isinstance(message, dict):
             return message
         names = {self.role_field: "role", self.content_field: "content"}
@@ -157,7 +157,7 @@ def compile_template(tokenizer: HfTokenizer) -> ChatTemplate:
     return _cached_chat_template(source, tuple(tokenizer.named_tokens().items()), tuple(tokenizer.special_tokens()))
 
 
-# Cached, since every batch needs the template and compiling takes longer than rendering a conversation.
+# Cached, since every batch needs the template, and compiling it takes longer than rendering a conversation.
 @lru_cache(maxsize=8)
 def _cached_chat_template(
     source: str, variables: tuple[tuple[str, str], ...], special: tuple[str, ...]
@@ -173,7 +173,7 @@ def _read_template_file(path: str) -> str:
 
 
 def _check_message(message: object, location: str) -> Message:
-    """Checks a message and joins its content to one text if it is a list of texts.
+    """Checks a message, and joins its content to one text if the content is a list of texts.
 
     Without this, a template would render the list itself.
 
@@ -238,9 +238,9 @@ def _replace_surrogates_deep(value: object, counts: list[int], levels: int = _MA
 
 
 def tokenize_rendered(rendered: Rendered, tokenizer: HfTokenizer) -> tuple[list[int], np.ndarray]:
-    """Returns the ids, and the characters [start, end) of every token in the text: int [T, 2].
+    """Returns the ids, and the range of characters [start, end) of every token in the text: int [T, 2].
 
-    Special tokens are recognised only in text written by the template, never in the text of a message.
+    Special tokens are recognised only in text that the template writes, and never in the text of a message.
     """
     # If no message contains the name of a special token, all special tokens in the text come from the template.
     if not rendered.quoted:

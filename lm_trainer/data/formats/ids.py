@@ -14,7 +14,7 @@ from lm_trainer.data.tokenizer import Tokenizer
 
 
 class IdsFormat(FormatConfig):
-    """Every row is a list of token ids of `data.tokenizer`, used unchanged.
+    """Every row is a list of token ids of `data.tokenizer`, which are used unchanged.
 
     The end-of-document token also ends documents inside a row, and is appended to rows that do not end with it.
     """

@@ -79,7 +79,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> Rendered:
-        """Renders messages and their tools, optionally with the start of the next answer.
+        """Renders messages and their tools, optionally followed by the start of the next answer.
 
         Raises:
             UnusableRow: if the template rejects the conversation.
@@ -158,7 +158,7 @@ def template_environment(
     Args:
         now: returns the time for `strftime_now`.
         answer: text to insert before and after every `{% generation %}` block.
-        finalize: Jinja option; transforms every value before it is rendered.
+        finalize: an option of Jinja, which transforms every value before it is rendered.
     """
     jinja2 = import_jinja()
 

@@ -17,7 +17,7 @@ class TextFormat(FormatConfig):
 
     type: Literal["text"] = "text"
     text_key: str | None = None
-    """The field of a record with the text; defaults to `data.text_key`."""
+    """The field of a record that holds the text. The default is `data.text_key`."""
 
     def fields(self) -> tuple[str, ...]:
         return ()

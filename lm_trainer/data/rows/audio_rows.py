@@ -58,7 +58,7 @@ class _ComputedFeatures:
 
 
 def read_source_row(cache: OpenCache, document: int) -> tuple[str, Row | BadRow | None]:
-    """Returns the location and the source row of a document."""
+    """Returns the location of a document, and its row in the source."""
     ledger = cache.ledger
     ends = np.cumsum(ledger.documents)
     part = int(np.searchsorted(ends, document, side="right"))
@@ -75,7 +75,7 @@ class AudioRows:
     cache: OpenCache
     features: Features
     documents_R: np.ndarray
-    """int64: the document of each row."""
+    """int64: number of the document of each row."""
     starts_D: np.ndarray
     """int64: the position in the stream of each document's first token."""
     lengths_D: np.ndarray
@@ -159,7 +159,7 @@ def open_audio_rows(
 
 @dataclass(frozen=True)
 class FeatureMasks:
-    """SpecAugment masks over the features of training rows."""
+    """Applies SpecAugment masks to the features of training rows."""
 
     settings: SpecAugment
     seed: int

@@ -60,7 +60,7 @@ def read_mixed(parts: Sequence[tuple[np.ndarray, Chunks, np.ndarray]]) -> Batch:
     A chunk past the end of its stream is all padding.
 
     Args:
-        parts: (rows of the batch, chunks, chunk numbers of these rows) for each stream.
+        parts: for each stream, the rows of the batch to fill, its chunks, and the chunk numbers of these rows.
     """
     seq_len, eos_id = parts[0][1].seq_len, parts[0][1].eos_id
     rows = sum(len(indices) for indices, _, _ in parts)
@@ -109,7 +109,7 @@ def make_batch(
         tokens_BT: int32 [B, T].
         available_B: int [B], number of real tokens of each row; the remainder is padding.
         eos_id: token id that ends every document, unless `mask_BT` marks the ends of documents.
-        mask_BT: int [B, T], sums of IN_LOSS and DOCUMENT_END; a target has weight only if its mask has IN_LOSS.
+        mask_BT: int [B, T], mask values (see `loss_mask.py`). A target has weight only if its mask has IN_LOSS.
         out: int32 [3, B, S], filled with weights (as float32), positions and segments.
     """
     rows, seq_len = tokens_BT.shape[0], tokens_BT.shape[1] - 1

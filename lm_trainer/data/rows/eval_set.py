@@ -1,4 +1,4 @@
-"""Held-out sets, read in order.
+"""Held-out sets, whose rows are read in order.
 
 Shape letters: B rows of this host, S positions, V vocabulary.
 """
@@ -112,7 +112,7 @@ class EvalSet:
         return -(-self.num_rows // batch_size)
 
     def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> Iterator[Batch]:
-        """Yields this host's rows of each global batch; rows past the end of the set are padding.
+        """Yields this host's rows of each global batch. Rows past the end of the set are padding.
 
         Padding has weight 0 and segment -1.
 
@@ -122,7 +122,7 @@ class EvalSet:
             max_batches: maximum number of batches; None means all.
 
         Raises:
-            UserError: if a batch does not have such rows.
+            UserError: if a batch does not have these rows.
         """
         check_rows(batch_size, rows)
         stride = self.stride or self.seq_len

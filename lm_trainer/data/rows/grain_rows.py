@@ -99,7 +99,7 @@ class GrainRows:
         """Restores a state of the pipeline.
 
         Raises:
-            UserError: if the pipeline rejects it.
+            UserError: if the pipeline rejects the state.
         """
         if self._sequence is not None:
             self._sequence.restore(state)

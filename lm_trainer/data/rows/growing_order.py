@@ -24,7 +24,7 @@ class GrowingOrder:
     """The order of training over sets, some of which may still be growing.
 
     Args:
-        current_order: returns the order as far as it is final now.
+        current_order: function that returns the order as far as it is currently final.
         caches: the caches, keyed by set name.
         need_all: True if every set must be complete before the first row, since the sets' ends decide the length.
         closed: event that ends all waiting once it is set.

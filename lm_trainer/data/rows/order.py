@@ -46,7 +46,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class TrainSet:
-    """One set to train on, and the order of its rows."""
+    """A set to train on, and the order of its rows."""
 
     name: str
     rows: Rows
@@ -123,7 +123,7 @@ class TrainOrder:
             need_all: True if every set must be complete.
 
         Returns:
-            The set and its required number of rows (None means all); None if no set has to grow.
+            The set, and the number of rows that it must have (None means all); None if no set has to grow.
         """
         growing = [train for train in self.sets if not train.final]
         if growing and need_all:

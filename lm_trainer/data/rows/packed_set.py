@@ -23,7 +23,7 @@ class PackedSet(EvalSet):
 
     Each document is in one row unless it is longer, and each token is predicted once.
 
-    A document that begins in the training text is read from its beginning; tokens before `first_token` are not
+    A document that begins in the training text is read from its beginning, but tokens before `first_token` are not
     predicted.
     """
 

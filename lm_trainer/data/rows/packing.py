@@ -36,7 +36,7 @@ _FORMAT = 1
 
 
 class PackingPlan(NamedTuple):
-    """The runs of the stream in each row."""
+    """A packing plan, which gives the runs of the stream in each row."""
 
     starts_P: np.ndarray
     """int64: position in the stream of the first input of each piece."""
@@ -66,7 +66,8 @@ def pack_best_fit(
 ) -> PackingPlan:
     """Packs documents without splitting any that fit: best fit, longest first, within each group of documents.
 
-    A document of n tokens takes n - 1 positions: its last token is only a target. A document longer than a row is split
+    A document of n tokens takes n - 1 positions, because its last token is only a target. A document longer than a row
+    is split
     into full rows, and its remainder is packed like a document (Ding et al., "Fewer truncations improve language
     modeling", 2024). Documents of one token take no position and appear in no row.
 
@@ -183,7 +184,7 @@ def _sha256(content: bytes | np.ndarray) -> str:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The rows of a plan, to train on. Positions without a document are padding: weight 0, segment -1."""
+    """The rows of a plan, to train on. Positions without a document are padding, with weight 0 and segment -1."""
 
     stream: TokenStream
     plan: PackingPlan
@@ -209,7 +210,7 @@ class PackedRows:
         pieces_P = np.repeat(firsts_B, counts_B) + numbers_P
         starts_P, lengths_P = plan.starts_P[pieces_P], plan.lengths_P[pieces_P].astype(np.int64)
         ends_P = np.cumsum(lengths_P)
-        # No row of a plan is empty; `reduceat` would give wrong results for empty rows.
+        # No row of a plan is empty. For empty rows, `reduceat` would give wrong results.
         filled_B = np.add.reduceat(lengths_P, begins_B)
         before_B = np.cumsum(filled_B) - filled_B
         # The beginning of each piece in the flat batch.

@@ -33,7 +33,7 @@ from lm_trainer.data.tokenizer import HfTokenizer
 
 @dataclass(frozen=True)
 class RowBuilder:
-    """Splits the text of all sets into rows, and sets the order of each set."""
+    """Splits the text of all sets into rows, and determines the order of each set."""
 
     config: DataConfig
     tokenizer: HfTokenizer
@@ -201,7 +201,7 @@ class RowBuilder:
 
 @dataclass
 class PendingEvalSet:
-    """A held-out set that is still being tokenised; reads wait until it is complete."""
+    """A held-out set that is still being tokenised. Reads wait until it is complete."""
 
     name: str
     cache: OpenCache
@@ -247,5 +247,5 @@ def _num_final_chunks(stream: TokenStream, seq_len: int, held_out: int | None) -
 
 
 def _first_held_out_chunk(stream: TokenStream, seq_len: int, count: int) -> int:
-    """Returns the first of the last `count` chunks of a stream; the last chunk may be short."""
+    """Returns the number of the first of the last `count` chunks of a stream. The last chunk may be short."""
     return -(-len(stream) // seq_len) - count

@@ -70,7 +70,7 @@ class ArrayRecordShard(FileShard):
 
 
 def _open_reader(file: File) -> tuple[ArrayRecordReader, int]:
-    """Opens a file and counts its records."""
+    """Opens a file, and returns its reader and the number of its records."""
     try:
         from array_record.python.array_record_module import ArrayRecordReader
     except ImportError:

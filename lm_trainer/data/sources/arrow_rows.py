@@ -101,7 +101,7 @@ def _to_records(batch: pyarrow.RecordBatch) -> list[object]:
     try:
         return batch.to_pylist()
     except UnicodeDecodeError:
-        # Arrow does not report which row is invalid UTF-8, so convert row by row.
+        # Arrow does not report which row is invalid UTF-8, so rows are converted one by one.
         return [_to_record(batch.slice(index, 1)) for index in range(batch.num_rows)]
 
 

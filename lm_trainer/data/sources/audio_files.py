@@ -1,4 +1,4 @@
-"""Audio files with text files of the same name, in folders or tar archives."""
+"""Audio files, each with a text file of the same name, in folders or tar archives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ARCHIVE = ".tar"
 
 
 class AudioFiles(FileSource):
-    """Recordings with their texts in `.txt` files of the same name, or tar archives of both.
+    """Recordings whose texts are in `.txt` files of the same name, or tar archives of both.
 
     For use with `data.format: {type: audio}`. For a list of recordings, use `jsonl`.
     """
@@ -149,7 +149,7 @@ class ArchiveShard:
 
 
 def _refuse_shared_texts(recordings: Sequence[File]) -> None:
-    """Raises `UserError` for two recordings with the same text file."""
+    """Raises `UserError` if two recordings have the same text file."""
     recording_by_stem: dict[str, File] = {}
     for recording in recordings:
         stem = os.path.splitext(recording.name)[0]

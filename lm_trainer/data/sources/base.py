@@ -32,7 +32,7 @@ class Row(NamedTuple):
     text: str
     ends_document: bool = True
     record: Mapping[str, Any] | None = None
-    """The requested fields, if the format reads more than text; `text` is empty in this case."""
+    """The requested fields, if the format reads more than text. In this case, `text` is empty."""
 
 
 class BadRow(NamedTuple):
@@ -86,7 +86,7 @@ class SourceConfig(Config):
 
         Args:
             split: the split.
-            urls: the files, for sources that read files.
+            urls: paths or URLs of the files, for sources that read files.
             text_key: name of the record field with the document, or a template with several fields. See `fields.py`.
             fields: if not empty, rows have these fields of each record, and no text.
 

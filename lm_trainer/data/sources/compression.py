@@ -25,7 +25,7 @@ COMPRESSIONS = {
 UNPACKED = ", ".join(COMPRESSIONS)
 """File name endings of the supported compressions, for messages."""
 
-# Unsupported compressions and archives. If `data.source.type` is set, their bytes would be read as text.
+# Unsupported compressions and archives, whose bytes would otherwise be read as text if `data.source.type` is set.
 _NOT_UNPACKED = (".lz4", ".lz", ".lzo", ".br", ".sz", ".snappy", ".z", ".7z", ".rar", ".tgz", ".tbz2", ".txz")
 
 

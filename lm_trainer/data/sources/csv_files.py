@@ -31,7 +31,7 @@ class CsvFiles(FileSource):
     delimiter: str | None = None
     """The character between fields. By default, it is a tab for `.tsv` files, and a comma for others."""
     columns: list[str] | None = None
-    """Names of the columns, for files without a header row."""
+    """Names of the columns, for files that have no header row."""
     quotes: bool = True
     """False for files in which `"` is an ordinary character."""
 

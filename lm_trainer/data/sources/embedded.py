@@ -41,9 +41,9 @@ class Embedded(SourceConfig):
 
     type: Literal["embedded"] = "embedded"
     max_bytes: int | None = Field(default=None, ge=1 << 16)
-    """Approximate number of bytes to use, selected by a hash of the documents' names; default: the full corpus."""
+    """Approximate number of bytes to use, selected by a hash of the documents' names; null means the full corpus."""
     validation_fraction: float = Field(default=0.05, gt=0, lt=1)
-    """Fraction of the documents held out for validation."""
+    """Fraction of the documents to hold out for validation."""
 
     takes_urls: ClassVar[bool] = False
     has_fields: ClassVar[bool] = False
@@ -52,7 +52,7 @@ class Embedded(SourceConfig):
         self, split: Split, urls: Sequence[str] = (), text_key: str = "text", fields: tuple[str, ...] = ()
     ) -> list[Shard]:
         del urls, text_key, fields
-        # Select by a hash of the name, so that a document keeps its split when other documents are added or removed.
+        # Selected by a hash of the name, so that a document keeps its split when other documents are added or removed.
         held_out = self.validation_fraction * 2**32
         documents, total = [], 0
         for document in sorted(list_library_documents(), key=lambda document: _hash_name(f"sample/{document.name}")):

@@ -30,7 +30,7 @@ SHARD_BYTES = 64 << 20
 
 _COPY_BYTES = 1 << 20
 
-# Keys with which file systems report the version of a file; the first available one is used. Hashes precede times.
+# Keys under which file systems report the version of a file. The first available key is used. Hashes precede times.
 _VERSION_KEYS = (
     "blob_id",
     "etag",
@@ -61,7 +61,7 @@ class File(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The URL without credentials, safe to display and store."""
+        """The URL without credentials, which is safe to display and store."""
         return _display_url(self.url)
 
     @property
@@ -96,12 +96,12 @@ class File(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _display_url(url: str) -> str:
-    # Cached, since it is needed for every row, and a file may have millions.
+    # Cached, since it is needed for every row, and a file may have millions of rows.
     return without_credentials(url)
 
 
 def check_listed_url(url: str) -> str:
-    """Checks and returns the URL of a file from a listing.
+    """Checks the URL of a file that comes from a listing, and returns it.
 
     Raises:
         UserError: if fsspec would parse the name as a chain of URLs, which may lead anywhere.
@@ -267,7 +267,7 @@ def _download_hub_file(url: str) -> str:
     commit, _, path = commit_and_path.partition("/")
     try:
         return hf_hub_download(name, path, repo_type="dataset", revision=commit)
-    except LocalEntryNotFoundError as error:  # a FileNotFoundError; means no answer and no copy
+    except LocalEntryNotFoundError as error:  # a FileNotFoundError, which means that there is no answer and no copy
         raise UserError(f"cannot read {url}: {error}") from None
 
 

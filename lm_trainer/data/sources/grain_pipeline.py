@@ -35,7 +35,7 @@ from lm_trainer.data.sources.base import (
 _SHARD_RECORDS = 1 << 16
 """Number of records per shard of a random-access dataset."""
 _PROBED = 8
-"""Number of elements to read twice, spread over a dataset, or the first ones of a dataset without random access."""
+"""Number of elements to read twice. They are spread over a dataset, or its first ones if it has no random access."""
 
 
 class GrainPipeline(SourceConfig):
@@ -46,13 +46,13 @@ class GrainPipeline(SourceConfig):
 
     type: Literal["grain"] = "grain"
     factory: str
-    """The function: `package.module:function` of an installed package, or `path/to/file.py:function`."""
+    """The function, as `package.module:function` of an installed package or as `path/to/file.py:function`."""
     args: dict[str, Any] = {}
-    """Named arguments of the function."""
+    """Keyword arguments of the function."""
     validation_args: dict[str, Any] | None = None
-    """Named arguments for validation data, used instead of `args`; null means no validation data."""
+    """Keyword arguments for validation data, used instead of `args`; null means no validation data."""
     elements: Literal["records", "rows"] = "records"
-    """`records` are texts, or objects with the fields named by `data.text_key` or `data.format`; they are tokenised
+    """`records` are texts or objects with the fields that `data.text_key` or `data.format` name. They are tokenised
     into the cache and shuffled like any text. `rows` are trained on unchanged, in the order of the pipeline: objects
     with `tokens` and `targets`, and optionally `weights`, `positions` and `segments`, of length `model.seq_len`; or
     with only `tokens`, of length `model.seq_len` + 1."""

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub: their files, found by split and read in place. No dataset scripts are run."""
+"""Datasets of the Hugging Face hub. Their files are found by split and read in place. No dataset scripts are run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _READERS: tuple[type[FileSource], ...] = (Parquet, JsonLines, ArrowFiles, CsvFil
 class HuggingFace(SourceConfig):
     """A dataset of the Hugging Face hub, with files in Parquet, JSON lines, Arrow, CSV or text format.
 
-    The files of a split are listed in the dataset card; without a list, the file names must contain the split name.
+    The files of a split are listed in the dataset card. If there is no list, file names must contain the split name.
     """
 
     type: Literal["huggingface"] = "huggingface"
@@ -80,7 +80,7 @@ class HuggingFace(SourceConfig):
 
 
 _CardConfig = dict[str, Any]
-"""A configuration of a dataset card: `config_name`, `data_files`, `default`."""
+"""A configuration of a dataset card, with `config_name`, `data_files` and `default`."""
 
 
 class _Repository(NamedTuple):
@@ -91,7 +91,7 @@ class _Repository(NamedTuple):
     sizes: dict[str, int]
     """Size in bytes of every file, keyed by path."""
     configs: list[_CardConfig]
-    """The configurations listed in the dataset card."""
+    """The configurations that the dataset card lists."""
 
     def make_file(self, path: str, *, download: bool) -> File:
         url = check_listed_url(f"hf://datasets/{self.id}@{self.commit}/{check_relative_path(path, self.id)}")

@@ -1,4 +1,4 @@
-"""JSON files: one object per line, or one array of objects."""
+"""JSON files, which have one object per line or one array of objects."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class JsonShard(FileShard):
             return make_bad_row(
                 f"not JSON ({error.msg} at column {error.colno}): {item[:60].decode('utf-8', 'replace')!r}"
             )
-        except ValueError:  # Python's limit for integers as text
+        except ValueError:  # Python limits the length of integers as text
             return make_bad_row("JSON with a number of several thousand digits")
         except RecursionError:
             return make_bad_row("JSON nested too deeply")

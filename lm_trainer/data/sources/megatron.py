@@ -1,4 +1,4 @@
-"""Megatron's indexed datasets: `NAME.bin` with the tokens, `NAME.idx` with the documents."""
+"""Megatron's indexed datasets, which have the tokens in `NAME.bin` and the documents in `NAME.idx`."""
 
 from __future__ import annotations
 

@@ -38,9 +38,9 @@ class Morse(SourceConfig):
     seconds: float = Field(default=2.0, gt=0)
     """Maximum length of the sound in seconds; longer texts are left out."""
     unit_seconds: tuple[float, float] = (0.022, 0.034)
-    """Minimum and maximum length of a dot, in seconds."""
+    """Minimum and maximum length of a dot in seconds."""
     pitch: tuple[float, float] = (400.0, 1000.0)
-    """Minimum and maximum pitch, in Hz."""
+    """Minimum and maximum pitch in Hz."""
     noise: tuple[float, float] = (0.05, 0.4)
     """Minimum and maximum standard deviation of the noise; tones have an amplitude of 1."""
     signal: bool = True

@@ -17,7 +17,7 @@ PIECE_BYTES = 1 << 20
 The size is part of the identity of a shard, since tokens may differ at the boundary between two pieces.
 """
 
-# Several pieces, so that the remainder of a buffer is rarely moved to its front.
+# The buffer holds several pieces, so that its remainder is rarely moved to its front.
 _BUFFER_BYTES = 8 * PIECE_BYTES
 
 _BOM = b"\xef\xbb\xbf"
@@ -70,7 +70,7 @@ class TextShard:
 
 
 def _iter_pieces(file: File, buffer: bytearray) -> Iterator[tuple[File, int, memoryview, bool]]:
-    """Yields (file, offset of the first byte, bytes, True for the last piece).
+    """Yields (file, offset of the first byte, bytes, True for the last piece of the file).
 
     The bytes are a view of `buffer`, and are valid until the next piece is requested.
     """
@@ -109,7 +109,7 @@ def _find_piece_end(buffer: bytearray, start: int) -> int:
     min_end, max_end = start + PIECE_BYTES, start + 2 * PIECE_BYTES
     if match := _LINE_START.search(buffer, min_end, max_end):
         return match.end()
-    # Without such a line, split at the limit, but not inside a character, whose continuation bytes start with bits 10.
+    # If there is no such line, splits at the limit, but not inside a character. Continuation bytes start with bits 10.
     piece_end = max_end
     while piece_end > min_end and buffer[piece_end] & 0xC0 == 0x80:
         piece_end -= 1

@@ -1,4 +1,4 @@
-"""Token files without an index: `.bin` files of nanoGPT, llm.c and modded-nanogpt, `.npy` files of OLMo and NumPy."""
+"""Token files without an index: `.bin` files of nanoGPT, llm.c and modded-nanogpt; `.npy` files of OLMo and NumPy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _FOREIGN = {
 
 
 class TokenFiles(TokenFileSource):
-    """Files of consecutive token ids of `data.tokenizer`: raw, or with a header of NumPy or llm.c.
+    """Files of consecutive token ids of `data.tokenizer`, either raw or with a header of NumPy or llm.c.
 
     The tokens are memory-mapped, not copied.
     """

@@ -19,7 +19,7 @@ class TokenArray(NamedTuple):
     """The consecutive ids of one file."""
 
     name: str
-    """Name for messages."""
+    """Name of the file, for messages."""
     path: str
     kind: str
     """See `TokenLocation`."""
@@ -29,7 +29,7 @@ class TokenArray(NamedTuple):
 
 
 class TokenShard(ABC):
-    """All files of a split, in order; a row is a token, since files may have no other index.
+    """All files of a split, in order. Each row is a token, since files may not have any other index.
 
     All files form a single shard, since a document without an end-of-document token continues in the next file.
     """
@@ -87,7 +87,7 @@ class TokenShard(ABC):
     def identity(self) -> dict[str, object]: ...
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
-        """Yields one row without text, with the location of token `start` of the shard."""
+        """Yields one row without text, which has the location of token `start` of the shard."""
         offset = start
         for array in self.token_arrays(np.dtype("<u2")):
             if offset < array.count:

@@ -31,7 +31,7 @@ class WebDataset(FileSource):
 
 
 class WebDatasetShard(FileShard):
-    """Some archives, in order; a row is a sample."""
+    """One or more archives, in order. Each row is a sample."""
 
     def reader_identity(self) -> dict[str, object]:
         return {"type": "webdataset"}
@@ -43,7 +43,7 @@ class WebDatasetShard(FileShard):
             yield row._replace(number=number, where=location)
 
     def _iter_samples(self, file: File) -> Iterator[tuple[str, dict[str, object] | BadRow]]:
-        """Yields (archive and key, fields by ending) for every run of files with the same name."""
+        """Yields (location, fields by ending) for every run of files with the same name."""
         key, sample = None, _Sample()
         for name, ending, content in self._iter_members(file):
             if key is not None and name != key:
@@ -55,7 +55,7 @@ class WebDatasetShard(FileShard):
             yield f"{file.name}:{key}", _decode_sample(sample)
 
     def _iter_members(self, file: File) -> Iterator[tuple[str, str, bytes | BadRow | None]]:
-        """Yields (key, ending, content) for every file or link; the content is None for unused endings."""
+        """Yields (key, ending, content) for every file or link. The content is None for unused endings."""
         used_endings = {part for name in self.read_fields for part in (name, name.partition(".")[0])}
         with open_tar(file) as archive:
             for member in archive:

@@ -17,9 +17,9 @@ interpreter_ending = threading.Event()
 """Set when the interpreter exits. Threads that wait for text still being tokenised must then give up."""
 
 # At exit, Python joins executor threads before it runs `atexit` handlers and finalizers, and only then marks the main
-# thread as ended. A Grain thread waiting for text, or a thread waiting for a process pool, would therefore keep a
-# script that never calls `Data.close` alive forever. No public hook runs earlier; the executors use this private one
-# themselves. Hooks run in reverse order of registration, hence the imports of both executor modules above.
+# thread as ended. A Grain thread that waits for text, or a thread that waits for a process pool, would thus keep a
+# script that never calls `Data.close` alive forever. No public hook runs earlier, and the executors use this private
+# one themselves. Hooks run in reverse order of registration, hence the imports of both executor modules above.
 threading._register_atexit(interpreter_ending.set)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -81,7 +81,7 @@ class BackgroundBuilds:
             build.run()
 
     def close(self) -> None:
-        """Stops the builds and their workers after the current batch of rows; safe to call twice."""
+        """Stops the builds and their workers after the current batch of rows. Safe to call twice."""
         for build in self._builds:
             build.close()
         for thread in self._threads:

@@ -38,7 +38,7 @@ POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Options of a build. Only `part_bytes`, which the manifest records, changes any byte of the result."""
+    """Options of a build. Only `part_bytes`, which the manifest records, affects the bytes of the result."""
 
     num_workers: int | None = None
     """Number of worker processes; 0 = this process, None = chosen from the source size and the number of cores."""
@@ -88,7 +88,7 @@ class Build:
         """Returns the current ledger without building.
 
         Raises:
-            UserError: if the directory holds another cache, or a finished one with too many bad rows.
+            UserError: if the directory holds another cache, or a finished cache with too many bad rows.
         """
         ledger = Ledger.read(self.store)
         count_matching_shards(self.store, self.manifest(), ledger)
@@ -101,7 +101,7 @@ class Build:
         return make_manifest(self.shards, self.tokenizer, self.options.part_bytes, self.format)
 
     def _build(self, lock: BuilderLock, reporter: _Reporter, background_builds: int) -> Ledger:
-        # Reread the ledger: another builder may have finished while this one waited for the lock.
+        # Rereads the ledger, because another builder may have finished while this one waited for the lock.
         ledger = Ledger.read(self.store)
         claim_store(self.store, self.manifest(), ledger)
         if ledger.finished:
@@ -164,7 +164,7 @@ def count_workers(num_workers: int | None, shards: Sequence[Shard], background_b
     """
     if num_workers is None:
         least = BACKGROUND_PARALLEL_BYTES if background_builds else PARALLEL_BYTES
-        # In the background even one shard is worth a process, since it does not compete for the interpreter lock.
+        # In the background, even one shard is worth a process, since it does not compete for the interpreter lock.
         if (len(shards) < 2 and not background_builds) or sum(shard.size for shard in shards) < least:
             return 0
         num_workers = available_cores()
@@ -184,7 +184,7 @@ class _Reporter:
 
         Args:
             ledger: the current ledger; None reads it from the store, where another process updates it.
-            uncommitted: text bytes that are encoded, but not yet in a part.
+            uncommitted: number of text bytes that are encoded but not yet committed in a part.
 
         Raises:
             Stopped: if the build was asked to stop.
@@ -234,7 +234,7 @@ class _LedgerKeeper:
         """Marks the ledger as finished after the last shard, and writes it.
 
         Raises:
-            UserError: if the data has no text, or too many bad rows.
+            UserError: if the data has no text, or has too many bad rows.
         """
         self.update(force=True)
         if self._ledger.num_documents == 0:

@@ -18,7 +18,7 @@ from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 DEFAULT_CACHE = "cache"
 
 Shards = dict[str, dict[str, list[Shard]]]
-"""The shards of every split of every set."""
+"""The shards of every set and split."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class CacheSpec:
 
 
 def find_caches(config: DataConfig) -> tuple[str, dict[str, CacheSpec]]:
-    """Returns the common cache directory, and every cache by `NAME/train` and `NAME/validation`.
+    """Returns the common cache directory, and every cache keyed by `NAME/train` and `NAME/validation`.
 
     Raises:
-        UserError: for missing data.
+        UserError: if data are missing.
     """
     shards = {name: _list_set_shards(config, name) for name in config.sets}
     cache_dir = config.cache_dir or _default_directory(config, config, shards)
@@ -95,7 +95,7 @@ def _default_directory(config: DataConfig, set_config: SetConfig, shards: Shards
     tokenizer = config.tokenizer_config
     recipe: dict[str, object] = tokenizer.model_dump()
     if isinstance(tokenizer, TrainedBpe):
-        # A trained tokenizer depends on the train text of all sets.
+        # A trained tokenizer depends on the training text of all sets.
         recipe = tokenizer.recipe([shard for name in config.sets for shard in _list_set_shards(config, name)["train"]])
     # The tokenizer may not exist yet, so the hash covers its recipe, and any tokenizer will do for the manifests.
     manifests: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""Lock of a cache: lets one process build at a time, and detects builders that have died."""
+"""The lock of a cache, which lets one process build at a time, and detects builders that have died."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lm_trainer.data.cache.kvstore import KvStore, parse_checked_json
 
 BEAT_SECONDS, DEAD_SECONDS, POLL_SECONDS = 2.0, 30.0, 0.2
 
-# The process id is not enough to decide if a claim is held: a dead process may have had the same id, and this process
-# may run two builds.
+# The process id is not enough to decide if a claim is held, because a dead process may have had the same id, and this
+# process may run two builds.
 _held: set[str] = set()
-"""The claims held by this process."""
+"""Ids of the claims that this process holds."""
 
 
 Claim = dict[str, Any]
@@ -40,11 +40,11 @@ def parse_claim(content: bytes | None) -> Claim | None:
 
 
 class BuilderLock:
-    """Lets one builder work at a time. This only saves work: two builders at once would write the same bytes.
+    """Lets one builder work at a time. This only saves work, as two builders at once would write the same bytes.
 
     Args:
         store: the cache.
-        on_wait: called several times a second while another builder works; an error from it ends the wait.
+        on_wait: called several times a second while another builder works. An error that it raises ends the wait.
     """
 
     def __init__(self, store: KvStore, on_wait: Callable[[], None]):
@@ -77,14 +77,14 @@ class BuilderLock:
         try:
             self._store.delete(BUILDER)
         except UserError:
-            # After another error, such as a full disk, show the original error.
+            # After another error, such as a full disk, the original error is shown.
             if kind is None:
                 raise
         finally:
             _held.discard(self._claim)
 
     def write_heartbeat(self) -> None:
-        """Writes a heartbeat, unless the last one is younger than BEAT_SECONDS."""
+        """Writes a heartbeat, unless the last heartbeat is younger than BEAT_SECONDS."""
         if time.monotonic() - self._last_beat >= BEAT_SECONDS:
             self._last_beat = time.monotonic()
             self._store.write_json(BUILDER, self._make_claim())

@@ -1,4 +1,4 @@
-"""Manifest of a cache: everything that determines its bytes, and the comparison with an existing manifest."""
+"""The manifest of a cache, which lists everything that determines its bytes, and its comparison with another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lm_trainer.data.sources import Shard
 from lm_trainer.data.tokenizer import Tokenizer
 
 Manifest = dict[str, Any]
-"""A manifest: the JSON object stored in the cache."""
+"""A manifest, as the JSON object that is stored in the cache."""
 
 
 def make_manifest(
@@ -31,7 +31,7 @@ def make_manifest(
     part_bytes: tuple[int, int] = PART_BYTES,
     format: FormatConfig | None = None,
 ) -> Manifest:
-    """Lists everything that determines the bytes of a cache."""
+    """Returns everything that determines the bytes of a cache."""
     identity = format and format.identity(tokenizer)
     return {
         # Omitted for plain text, because even an empty entry would change the fingerprint of such caches.
@@ -48,8 +48,8 @@ def make_manifest(
 def count_matching_shards(store: KvStore, manifest: Manifest, ledger: Ledger) -> int:
     """Returns the number of leading shards of the cache that match the manifest.
 
-    Every shard matches, unless a source changed before the build reached it. A shard without parts in the ledger has
-    never been read, so it may be rebuilt from its current files.
+    Every shard matches, unless a source changed before the build reached it. A shard that has no parts in the ledger
+    has never been read, so it can be built from its current files.
 
     Raises:
         UserError: if the store holds the cache of other data; lists the entries that differ.

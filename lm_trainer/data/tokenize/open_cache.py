@@ -32,7 +32,7 @@ class MissingTokens(NamedTuple):
     need: int | None
     """Number of tokens needed; None = all tokens of the finished cache."""
     progress: BuildProgress | None
-    """Progress of the cache that will hold them."""
+    """Progress of the cache that will hold the tokens."""
 
     def __str__(self) -> str:
         if self.need is not None:
@@ -51,7 +51,7 @@ class OpenCache:
 
     store: KvStore
     stream: TokenStream
-    """The documents to read: all except the excluded ones."""
+    """The documents to read, which are all except the excluded documents."""
     ledger: Ledger
     shards: Sequence[Shard]
     identity: str = ""
@@ -93,7 +93,7 @@ class OpenCache:
         return self.stream.position_of(token) if isinstance(self.stream, FilteredStream) else token
 
     def extend(self, ledger: Ledger) -> None:
-        """Adds newly committed parts. The ledger is copied, so the caller may keep changing it."""
+        """Adds newly committed parts. The ledger is copied, so the caller may continue to change it."""
         if len(ledger.parts) > len(self.ledger.parts) or ledger.finished:
             snapshot = ledger.copy()
             # The stream is extended first, because a reader that sees a finished ledger may ask for the number of
@@ -128,7 +128,7 @@ def read_excluded_documents(config: DataConfig) -> dict[str, Exclusion]:
     """Returns the documents that a configuration excludes, keyed by `NAME/train`.
 
     Raises:
-        UserError: for a list that cannot be read.
+        UserError: if a list cannot be read.
     """
     return {f"{name}/train": exclusion for name, exclusion in read_exclusions(config.exclude, config.trained).items()}
 

@@ -1,4 +1,4 @@
-"""Cache plan of a configuration: its caches and their builds."""
+"""The cache plan of a configuration, with its caches and their builds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.data.tokenizer.fast import choose_backend
 
 Builds = dict[str, Build | FinishedCache | ReadyRows]
-"""Builds by `NAME/train` and `NAME/validation`."""
+"""Builds, keyed by `NAME/train` and `NAME/validation`."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def plan_caches(config: DataConfig, on_progress: OnProgress | None = None, ray: 
     """Lists the sources and loads the tokenizer, or trains it if necessary. Does not tokenise.
 
     Raises:
-        UserError: for missing data, or a tokenizer trained with a different recipe.
+        UserError: if data are missing, or the tokenizer was trained with a different recipe.
     """
     directory, caches = find_caches(config)
     return plan_builds(config, directory, caches, prepare_tokenizer(config, directory, caches, on_progress), ray)
@@ -82,7 +82,7 @@ def open_builds(config: DataConfig, directory: str, caches: Mapping[str, CacheSp
 
 
 def find_mismatches(config: DataConfig, directory: str, caches: Mapping[str, CacheSpec]) -> dict[str, str]:
-    """Finds existing caches that training would reject, with the reasons. Read-only."""
+    """Finds existing caches that training would reject, and returns the reasons. Changes no file."""
     begun = [name for name, cache in caches.items() if cache.begun]
     if not begun:
         return {}

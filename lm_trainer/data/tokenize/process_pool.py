@@ -1,4 +1,4 @@
-"""Process pool for building; every process writes one shard at a time."""
+"""A process pool for building caches. Every process writes one shard at a time."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def _start_worker(stopped: Connection, threads: int) -> None:
     for name in THREAD_VARIABLES:
         os.environ[name] = str(threads)
     keep_freed_memory()
-    # Ctrl-C reaches the whole process group; only the parent handles it.
+    # Ctrl-C reaches the whole process group, but only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for wait_and_exit in (_exit_with_parent, _exit_when_stopped):
         threading.Thread(target=wait_and_exit, daemon=True).start()
 
 
 def _exit_when_stopped() -> None:
-    """Ends a worker stuck in a batch of rows, for example because a server does not answer."""
+    """Ends a worker that is stuck in a batch of rows, for example because a server does not answer."""
     assert _stop is not None
     _stop.poll(None)
     time.sleep(_GRACE_SECONDS)
@@ -82,7 +82,7 @@ def _exit_when_stopped() -> None:
 
 
 def _exit_with_parent() -> None:
-    """Ends a worker whose parent was killed; the process pool does not do this."""
+    """Ends a worker whose parent was killed, because the process pool does not do this."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -1,4 +1,4 @@
-"""Progress of a build, and callbacks to report it."""
+"""The progress of a build, and callbacks that report it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class BuildProgress(NamedTuple):
     """State of a build: how much text is tokenised, the speed, and the time left."""
 
     name: str
-    """The object being built: `tokenizer`, `train` or `validation`."""
+    """Name of the object that is being built: `tokenizer`, `train` or `validation`."""
     done_bytes: int
     """Number of bytes of text tokenised so far, including by earlier runs."""
     total_bytes: int | None
@@ -24,7 +24,7 @@ class BuildProgress(NamedTuple):
     share: float = 0.0
     """Fraction of the work done so far; compressed files count only once they are complete."""
     rate: float = 0.0
-    """Text bytes per second since this attempt began."""
+    """Number of text bytes per second since this attempt began."""
     seconds_left: float | None = None
 
     def __str__(self) -> str:

@@ -49,14 +49,14 @@ def _run_all(ray: ModuleType, jobs: Sequence[ShardJob], tick: Callable[[], None]
             ray.get(done)
             tick()
     except ray.exceptions.RayTaskError as error:
-        # Raise the original error of the task, as a local worker process would.
+        # Raises the original error of the task, as a local worker process would.
         raise error.cause if isinstance(error.cause, Exception) else error from None
     except ray.exceptions.RayError as error:
         raise MachineError(
             f"a task that tokenises data was lost: {error}. What was built is kept; start again to go on"
         ) from None
     finally:
-        # Forced, since a task waiting for a server would not notice a normal cancellation.
+        # Forced, since a task that waits for a server would not notice a normal cancellation.
         for task_ref in waiting:
             ray.cancel(task_ref, force=True)
 

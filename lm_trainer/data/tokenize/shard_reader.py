@@ -1,4 +1,4 @@
-"""Reader of a shard: groups its rows into batches for the tokenizer, in threads that run in parallel with encoding.
+"""Reads a shard, and groups its rows into batches for the tokenizer, in threads that run in parallel with encoding.
 
 A shard passes through three threads. The first reads a few batches ahead, and encodes some of them itself when it is
 too far ahead (`map_with_prefetch`). The caller's thread encodes the other batches. The third writes parts
@@ -34,7 +34,7 @@ Arguments = TypeVarTuple("Arguments")
 
 @dataclass(frozen=True)
 class ShardJob:
-    """The job of building one shard. Picklable."""
+    """A job to build one shard. Picklable."""
 
     store: KvStore
     index: int
@@ -58,14 +58,14 @@ class ShardJob:
 
 @dataclass
 class RowBatch:
-    """Some rows of one part."""
+    """Consecutive rows of one part."""
 
     row_end: int
     """Exclusive end of the rows read, even if the last of them is not in the batch."""
     ends_part: bool = False
     rows: list[Row] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
-    """Input of the format's `encode`, one value per row."""
+    """Inputs for the format's `encode`, one value per row."""
     text_bytes: int = 0
     kept_bytes: int = 0
     """Number of bytes of the text and of the data stored with its tokens."""
@@ -81,8 +81,8 @@ def read_batches(job: ShardJob, *, part: int, row: int, is_open: bool) -> Genera
 
     Args:
         job: the shard to read.
-        part: part index within the shard.
-        row: row number within the shard.
+        part: index of the part within the shard.
+        row: number of the row within the shard.
         is_open: True if the row continues a document.
 
     Raises:
@@ -117,9 +117,9 @@ def read_batches(job: ShardJob, *, part: int, row: int, is_open: bool) -> Genera
 
 
 class _FileCheck:
-    """Checks that the files of a shard are unchanged before the rows read from them are committed.
+    """Checks that the files of a shard are unchanged before the rows read from the files are committed.
 
-    Otherwise the cache could contain a changed file while its manifest names the old version.
+    Otherwise, the cache could contain a changed file while its manifest names the old version.
     """
 
     def __init__(self, job: ShardJob):
@@ -142,7 +142,7 @@ class _FileCheck:
         self._left = self._left[last:]
 
     def _find_file_index(self, row_location: str) -> int:
-        """Returns the index of the row's file among the remaining ones."""
+        """Returns the index of the row's file among the remaining files."""
         for index, file in enumerate(self._left):
             if row_location == file.name or row_location.startswith((f"{file.name}:", f"{file.name}[")):
                 return index
@@ -183,14 +183,14 @@ def _add_row(job: ShardJob, batch: RowBatch, row: Row | BadRow, is_open: bool) -
 
 
 def map_with_prefetch(items: Generator[T, None, None], work: Callable[[T], R]) -> Generator[tuple[T, R], None, None]:
-    """Yields (item, work(item)) in order; a second thread produces the items. Errors are raised in order, too.
+    """Yields (item, work(item)) in order. A second thread produces the items. Errors are also raised in order.
 
     The work is done in the caller's thread. When it is AHEAD items behind, the producing thread does the work on the
     next item itself, so both threads stay busy even if one side is slower.
 
     Args:
-        items: source of the items; closed at the end.
-        work: function called from two threads at once.
+        items: source of the items, which is closed at the end.
+        work: function that is called from two threads at once.
     """
     end: Any = object()
     num_made = num_taken = 0
@@ -217,7 +217,9 @@ def map_with_prefetch(items: Generator[T, None, None], work: Callable[[T], R]) -
 
 
 class BackgroundStage:
-    """Pipeline stage in a thread: runs one call while the caller prepares the next. On exit it waits for the last call.
+    """A pipeline stage in a thread, which runs one call while the caller prepares the next.
+
+    On exit, waits for the last.
 
     At most one call is pending, so memory stays bounded even if this stage is slower than the caller.
     """
@@ -227,7 +229,7 @@ class BackgroundStage:
         self._doing.set_result(None)
 
     def submit(self, function: Callable[[*Arguments], None], *args: *Arguments) -> None:
-        """Waits until the previous call is done, and starts this one.
+        """Waits until the previous call is done, and starts this call.
 
         Raises:
             Exception: the error that ended the previous call.

@@ -1,4 +1,4 @@
-"""Writer of one shard: encodes its rows and writes its parts. Deterministic and idempotent.
+"""Writes one shard: encodes its rows and writes its parts. Deterministic and idempotent.
 
 Shape letters: T tokens of a document or a part.
 """
@@ -56,7 +56,7 @@ def write_shard(
         stopped: called before every batch; returns True to stop.
 
     Raises:
-        UserError: for a bad row if the job does not skip bad rows, or an unreadable file.
+        UserError: if a row is bad and the job does not skip bad rows, or if a file is unreadable.
         MachineError: if the store cannot be written.
         Stopped: if `stopped` returned True.
     """
@@ -134,11 +134,11 @@ class _ShardWriter:
             self._commit(batch.row_end, writer)
 
     def _append_texts(self, usable: list[tuple[Row, EncodedDocument]]) -> None:
-        """Adds texts, or pieces of texts."""
+        """Adds the tokens of texts or pieces of texts."""
         part, pieces = self.part, []
         for row, document in usable:
             tokens = len(document.ids)
-            # BOS comes before the first piece of a document, EOS after its last.
+            # BOS comes before the first piece of a document, and EOS after its last piece.
             if self.begin is not None and not self.is_open:
                 pieces.append(self.begin)
                 tokens += 1
@@ -171,7 +171,7 @@ class _ShardWriter:
     def _count_tokens(self, row: Row, tokens: int) -> None:
         """Counts the tokens of a document. The tokens of a piece are added to the open document."""
         part = self.part
-        # In a new part, even a continued document gets a new entry; readers add up the pieces.
+        # In a new part, even a continued document gets a new entry. Readers add up the pieces.
         if self.is_open and part.lengths:
             part.lengths[-1] += tokens
         else:
@@ -183,7 +183,7 @@ class _ShardWriter:
         """Adds a document with a loss mask. Its EOS counts in the loss if its last token does."""
         ids_T, mask_T = np.asarray(document.ids, self.dtype), document.loss_mask
         assert mask_T is not None
-        # No EOS is added if the chat template has written one already.
+        # No EOS is added if the chat template has already written one.
         num_bos, num_eos = int(self.bos is not None), int(not len(ids_T) or ids_T[-1] != self.eos)
         part = self.part
         part.ids.append(np.pad(ids_T, (num_bos, num_eos), constant_values=(self.bos or 0, self.eos)))

@@ -98,7 +98,7 @@ def _check_ends(job: ShardJob, array: TokenArray, ends_D: np.ndarray) -> None:
 def _index_part(
     job: ShardJob, start: _PartStart, source: TokenLocation, count: int, ends_D: np.ndarray | None
 ) -> dict[str, Any]:
-    """Writes the index and the commit record of one part; returns the record."""
+    """Writes the index and the commit record of one part. Returns the record."""
     shard, name = job.shard, part_name(job.index, start.part)
     assert isinstance(shard, TokenShard)
     ids_T = np.ascontiguousarray(source.open(count)[0:count])

@@ -44,7 +44,7 @@ def prepare_tokenizer(
     # Another process may have trained the same tokenizer meanwhile.
     if store.read(_RECIPE) is None and _matches_tokenizer(caches, tokenizer):
         _write_tokenizer(tokenizer, store)
-        # Writing the recipe commits the tokenizer: without it the other files are ignored.
+        # Writing the recipe commits the tokenizer, because the other files are ignored without it.
         store.write_json(_RECIPE, recipe, if_generation=MISSING)
     return tokenizer
 
@@ -69,7 +69,7 @@ def find_tokenizer(config: DataConfig, cache_dir: str, caches: Mapping[str, Cach
 
 
 def save_tokenizer(tokenizer: HfTokenizer, store: KvStore) -> None:
-    """Saves the tokenizer with the caches, so they can be opened without the configuration that built them."""
+    """Saves the tokenizer with the caches, so that they can be opened without the configuration that built them."""
     if store.read(_CONTENT) is None:
         _write_tokenizer(tokenizer, store)
 
@@ -109,7 +109,7 @@ def _train_shards(caches: Mapping[str, CacheSpec]) -> list[Shard]:
 
 
 def _read_trained(store: KvStore, recipe: Mapping[str, object]) -> HfTokenizer | None:
-    """Reads the tokenizer trained by an earlier run with the same recipe; None if none was trained."""
+    """Reads the tokenizer that an earlier run trained with the same recipe; None if there is none."""
     recorded = store.read_json(_RECIPE)
     if recorded is None:
         return None

@@ -27,7 +27,7 @@ from lm_trainer.data.tokenizer.rust import open_rust, settings_without_sampling,
 logger = logging.getLogger(__name__)
 
 EOS_TOKEN = "<|endoftext|>"
-"""The end-of-document token of tokenizers created by lm_trainer."""
+"""The end-of-document token of tokenizers that lm_trainer creates."""
 
 _DEFAULT_SETTINGS = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
 """Default contents of tokenizer_config.json, for tokenizers without this file."""
@@ -35,7 +35,7 @@ _USUAL_EOS = (EOS_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
 Identity = dict[str, Any]
-"""JSON that identifies a tokenizer."""
+"""JSON object that identifies a tokenizer."""
 
 
 class Tokenizer(Protocol):
@@ -168,7 +168,7 @@ class HfTokenizer:
         return named
 
     def _find_bos(self) -> int | None:
-        """Finds the special token that the post-processor of the tokenizer puts in front of a text."""
+        """Returns the id of the special token that the post-processor puts in front of a text; None if it adds none."""
         # Found by encoding a text, since post-processors come in several kinds and may be nested.
         if not self._rust.num_special_tokens_to_add(is_pair=False):
             return None
@@ -202,7 +202,7 @@ class HfTokenizer:
         return [encoding.ids for encoding in self._rust.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_plain(self, text: str) -> tuple[list[int], np.ndarray]:
-        """Returns the ids like `encode`, and the characters [start, end) of every token: int [T, 2]."""
+        """Returns the same ids as `encode`, and the range of characters [start, end) of every token: int [T, 2]."""
         return _encode_with_offsets(self._rust, text)
 
     def encode_template(self, text: str) -> tuple[list[int], np.ndarray]:
@@ -279,7 +279,7 @@ class HfTokenizer:
 
         Raises:
             MachineError: if the files cannot be written.
-            UserError: for a URL.
+            UserError: if `directory` is a URL.
         """
         directory = local_path(directory)
         drafts = {name: (directory / name).with_name(f".{Path(name).name}.tmp") for name in self.files()}

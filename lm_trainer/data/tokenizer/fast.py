@@ -70,7 +70,7 @@ def choose_backend(
     Args:
         tokenizer: the tokenizer, with the backend `tokenizers`.
         requested: the backend; `auto` uses fastokens if it is installed and agrees on a sample of every source.
-        sources: the shards to be tokenised, grouped by source.
+        sources: the shards to tokenise, grouped by source.
         built_with: the backend of an existing cache, which `auto` keeps.
 
     Raises:
@@ -103,7 +103,7 @@ def _try_fast(tokenizer: HfTokenizer, sources: Sequence[Sequence[Shard]]) -> tup
     try:
         fast = tokenizer.with_backend(FastTokenizer)
         return fast, find_different_ids(tokenizer, fast, sources)
-    except UserError:  # from a source
+    except UserError:  # raised by a source
         raise
     except Exception as error:  # the package has its own error types for unsupported tokenizers
         return tokenizer, f"it cannot run this tokenizer ({error})"

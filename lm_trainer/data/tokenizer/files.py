@@ -60,7 +60,7 @@ def read_copied_files(directory: Path, patterns: Sequence[str] = COPIED_FILES) -
 
     Args:
         directory: directory of a published model or its tokenizer.
-        patterns: patterns of the files; tokenizer files by default.
+        patterns: patterns of the files to read; by default, tokenizer files.
 
     Raises:
         UserError: if a file cannot be read, or is a link out of the directory.

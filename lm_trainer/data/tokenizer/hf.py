@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers, from a file, a directory or the hub. Remote code is never run."""
+"""Hugging Face tokenizers, which are read from a file, a directory or the hub. Remote code is never run."""
 
 from __future__ import annotations
 

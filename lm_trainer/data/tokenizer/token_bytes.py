@@ -33,7 +33,7 @@ def token_texts(tokenizer: HfTokenizer) -> list[bytes | None]:
     content = tokenizer.files()[TOKENIZER_FILE].decode()
     rust = open_rust(content)
     added = rust.get_added_tokens_decoder()
-    # In GPT-2's alphabet every character encodes one byte, so tokens that end inside a character are exact.
+    # In GPT-2's alphabet, every character encodes one byte, so tokens that end inside a character are exact.
     byte_level = "ByteLevel" in json.dumps(json.loads(content)["decoder"])
     byte_of = {character: byte for byte, character in enumerate(byte_characters())} if byte_level else {}
     # Every token is decoded between two others, since decoders treat the first token of a text differently.

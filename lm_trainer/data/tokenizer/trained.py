@@ -22,7 +22,7 @@ class TrainedBpe(TokenizerConfig):
     vocab_size: int = Field(default=4096, ge=257, le=1 << 20)
     """Vocabulary size, which includes 256 bytes, one end-of-document token, and merges. A small text may give fewer."""
     sample_bytes: int = Field(default=32 << 20, ge=1 << 10)
-    """Approximate maximum number of bytes to train on, taken from the start of every training shard."""
+    """Approximate maximum number of bytes to train on, which are taken from the start of every training shard."""
 
     def recipe(self, shards: Sequence[Shard]) -> dict[str, object]:
         """Returns everything that determines the trained tokenizer."""
