@@ -101,7 +101,7 @@ def compose(text: str) -> Node | None:
 
 
 def check_depth(text: str) -> None:
-    """Raises RecursionError for text with a hundred open lists or blocks at once, which PyYAML takes seconds to read."""
+    """Raises RecursionError if a hundred lists or blocks are open at once, which PyYAML takes seconds to read."""
     if _DEEP.search(text):
         raise RecursionError("nested too deeply")
 

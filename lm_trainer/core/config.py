@@ -82,8 +82,8 @@ class Config(BaseModel, metaclass=_ConfigType):
     """Maps keys of other frameworks and their values to the equivalent (key, value) here."""
 
     replaced_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Keys -> other keys of the file that an override of the key replaces; a key of another framework replaces them
-    also from the file. Replaced keys are dropped with a note."""
+    """Maps keys to other keys of the file that an override of the key replaces. A key of another framework also
+    replaces them if it is in the file. Replaced keys are dropped with a note."""
 
     refused_types: ClassVar[Mapping[str, str]] = {}
     """Maps values of `type` that other frameworks have but unions with this class do not to the reason or the
@@ -92,11 +92,8 @@ class Config(BaseModel, metaclass=_ConfigType):
     absent: ClassVar[Mapping[str, str]] = {
         "default_choice_name": "it is the default of the field `type`",
     }
-    """Maps methods and properties that only other frameworks' configurations have to the replacement.
-
-    Subclasses inherit
-
-    the entries of their bases."""
+    """Maps methods and properties that only other frameworks' configurations have to the replacement. Subclasses
+    inherit the entries of their bases."""
 
     # Hidden from type checkers, which would otherwise accept any attribute.
     if not TYPE_CHECKING:

@@ -40,8 +40,8 @@ EXIT_STOPPED = 76
 class UserError(Exception):
     """A mistake, or a state of the machine, that the user can fix.
 
-    The command line prints only the message, without a traceback, and exits with `exit_code`.
-    The message names the fault, its location and the remedy. Credentials in its URLs are blanked.
+    The command line prints only the message, without a traceback, and exits with `exit_code`. The message names the
+    fault, its location and the remedy. Credentials in its URLs are blanked.
     """
 
     exit_code: int = EXIT_CONFIG

@@ -35,8 +35,7 @@ def prepare_process() -> list[str]:
     """Tunes the allocator and the thread count for XLA on a CPU, or XLA's flags on GPUs. Call it before importing jax.
 
     On a CPU, every step allocates one big buffer. By default, glibc maps it each time and every page faults, which
-    costs
-    up to a third of a step. This function makes glibc keep the heap instead. On GPUs, it calls `set_gpu_flags`.
+    costs up to a third of a step. This function makes glibc keep the heap instead. On GPUs, it calls `set_gpu_flags`.
 
     Returns:
         A description of each change.

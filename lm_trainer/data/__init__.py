@@ -22,8 +22,7 @@ else:
 
     def __getattr__(name: str) -> object:
         # Processes that only tokenise also import this package, and must not pay for importing JAX and Grain, which
-        # these
-        # two names need. Hidden from type checkers, which would otherwise accept any name.
+        # these two names need. Hidden from type checkers, which would otherwise accept any name.
         if name in ("Data", "open_data"):
             from lm_trainer.data import pipeline
 

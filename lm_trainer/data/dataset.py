@@ -162,9 +162,8 @@ class Data:
         """Returns the rows of a run in order, as a Grain dataset. Element i is row i, a `Batch` of fields [S].
 
         `train` batches the same rows: the batch of a step consists of `schedule.at(step)` elements, starting with
-        element
-        `schedule.rows_before(step)`. Elements are read individually, and slices, `batch`, `map` and the other Grain
-        methods work. The length follows from `data.stop_strategy`, and is `sys.maxsize` if the data never end.
+        element `schedule.rows_before(step)`. Elements are read individually, and slices, `batch`, `map` and the other
+        Grain methods work. The length follows from `data.stop_strategy`, and is `sys.maxsize` if the data never end.
 
         Args:
             schedule: number of rows of the global batch, at each step where it changes.

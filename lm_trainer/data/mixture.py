@@ -103,8 +103,7 @@ def mixture_cycle(counts: tuple[int, ...]) -> MixtureCycle:
     """Computes the cycle in which, for every prefix, the number of rows of each set is within one row of its share.
 
     Draw j of a set with c of L positions must fall in [floor(jL/c), ceil((j+1)L/c)). Serving the earliest deadline
-    first
-    meets all deadlines (Baruah et al., "Proportionate progress", Algorithmica 15, 1996).
+    first meets all deadlines (Baruah et al., "Proportionate progress", Algorithmica 15, 1996).
     """
     length = sum(counts)
     sets = np.repeat(np.arange(len(counts)), counts)

@@ -50,8 +50,7 @@ def hash_words(texts_D: Sequence[str]) -> Words:
     lengths_W = np.diff(starts_W, append=len(codes_C))
     offsets_C = np.arange(starts_W[0], len(codes_C)) - np.repeat(starts_W, lengths_W)
     # A polynomial hash: each character is mixed and multiplied by a power for its position, so that all words are
-    # summed
-    # at once.
+    # summed at once.
     values_C = _mix_bits(codes_C[starts_W[0] :].astype(_U) + _U(1))
     values_C *= _base_powers(int(lengths_W.max()))[offsets_C]
     values_C[kinds_C[starts_W[0] :] == 0] = 0

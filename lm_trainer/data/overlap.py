@@ -2,8 +2,7 @@
 
 Reports several metrics of the literature. For GPT-3 (Brown et al., 2020, appendix C), a document is contaminated if any
 of its 13-grams occurs in the training text. For Llama 2 and 3 (Touvron et al., 2023; Llama team, 2024), contamination
-is
-the fraction of a document's words in such n-grams. The longest span of such n-grams best predicts how much a model
+is the fraction of a document's words in such n-grams. The longest span of such n-grams best predicts how much a model
 gains from contamination (Singh et al., "Evaluation data contamination in LLMs", 2024).
 
 Shape letters: W words, G n-grams of the evaluation set, D documents, N n-grams of a piece of the training text.

@@ -122,8 +122,7 @@ class TokenStream:
     def _copy_local(self, pieces: list[tuple[int, int, int, int]], out: np.ndarray) -> None:
         parts = {part for _, part, _, _ in pieces}
         # One lookup per part instead of one per piece. Beyond the limit of open files, the maps cannot all be kept
-        # open,
-        # so each piece looks up its own map.
+        # open, so each piece looks up its own map.
         few = len(parts) <= MAX_OPEN_PARTS
         map_of = {part: self._open_map(part).fastest_view() for part in parts}.__getitem__ if few else self._open_map
         for position, part, offset, count in pieces:

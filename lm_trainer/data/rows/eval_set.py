@@ -41,11 +41,8 @@ class EvalSet:
     first_token: int = 0
     """Position in the stream of the set's first token. Earlier tokens are trained on."""
     stride: int | None = None
-    """Number of tokens between the beginnings of consecutive rows; None means `seq_len`.
-
-    With a smaller stride, each row
-
-    begins with tokens of the previous row, which serve as context and are not predicted a second time."""
+    """Number of tokens between the beginnings of consecutive rows; None means `seq_len`. With a smaller stride, each
+    row begins with tokens of the previous row, which serve as context and are not predicted a second time."""
 
     @property
     def has_features(self) -> bool:

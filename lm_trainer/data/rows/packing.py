@@ -67,9 +67,8 @@ def pack_best_fit(
     """Packs documents without splitting any that fit: best fit, longest first, within each group of documents.
 
     A document of n tokens takes n - 1 positions, because its last token is only a target. A document longer than a row
-    is split
-    into full rows, and its remainder is packed like a document (Ding et al., "Fewer truncations improve language
-    modeling", 2024). Documents of one token take no position and appear in no row.
+    is split into full rows, and its remainder is packed like a document (Ding et al., "Fewer truncations improve
+    language modeling", 2024). Documents of one token take no position and appear in no row.
 
     Args:
         lengths_D: int64, number of tokens of each document of a stream, including its end-of-document token.

@@ -223,8 +223,7 @@ def open_seekable(file: File) -> Iterator[IO[bytes]]:
 def _open_unpacked(file: File) -> Iterator[IO[bytes]]:
     compression = find_compression(file.url)
     # These replace fsspec's decompressors, which do not notice if a file is truncated between or inside frames, and
-    # read
-    # only the first file of an archive.
+    # read only the first file of an archive.
     if compression in ("zstd", "xz", "lzma", "bz2"):
         with _open_stored(file, None) as stream:
             yield open_frames(stream, compression, file.url)
