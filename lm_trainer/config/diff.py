@@ -45,8 +45,7 @@ def differences(old: Config, new: Config) -> list[Difference]:
 def differences_from_defaults(config: Config) -> list[Difference]:
     """Lists the keys in which a configuration differs from the defaults.
 
-    A block with a non-default `type` is compared with the defaults of that type, because every key would differ from
-    another type.
+    A block with a non-default `type` is compared with the defaults of that type. Otherwise, every key would differ.
     """
     plain = type(config)()
     values = config.model_dump(mode="json")

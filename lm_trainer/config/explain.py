@@ -26,8 +26,7 @@ from lm_trainer.config.foreign import config_class_of
 from lm_trainer.config.value_type import ValueType, type_tags
 from lm_trainer.core.credentials import is_secret_name
 
-# Keyed by the first word of a pydantic error type, so that `int_parsing`, `int_type` and `int_from_float` share an
-# entry.
+# Keyed by the first word of a pydantic error type. Thus `int_parsing`, `int_type` and `int_from_float` share an entry.
 _TYPES = {
     "int": "a whole number",
     "float": "a number",

@@ -128,8 +128,7 @@ def encode(x: jax.Array, exponents: jax.Array, form: Format, blocks: Blocks, ran
     sign, magnitude = bits >> 31, bits & 0x7FFFFFFF
     exponent = (magnitude >> _MANTISSA).astype(jnp.int32)
     finite = exponent != _INFINITE
-    # The exponent field of the element (clamped to the subnormal range below), and the mantissa with the random bits
-    # appended.
+    # The exponent field of the element (clamped to the subnormal range), and the mantissa followed by the random bits.
     element = (
         exponent
         - blocks.repeat_per_element(exponents, x.shape[blocks.axis]).astype(jnp.int32)

@@ -112,8 +112,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         with temporary.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
-            # A file system may perform the rename before writing the data, so that a power cut would leave an empty
-            # file.
+            # A file system may perform the rename before it writes the data. A power cut would leave an empty file.
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:

@@ -46,8 +46,7 @@ def prepare_process() -> list[str]:
     if keep_freed_memory(one_arena=True):
         changes.append("the allocator keeps freed memory for the next step")
     if available_cores() == 1 and _threads_from_environment() is None:
-        # With a single thread, XLA picks other matrix kernels, which round differently than with all other thread
-        # counts.
+        # With a single thread, XLA picks other matrix kernels, which round differently from all other thread counts.
         set_cpu_threads(2)
         changes.append("XLA runs two threads on the only core, to compute the same bits as on two")
     return changes

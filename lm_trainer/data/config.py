@@ -74,8 +74,7 @@ class SetConfig(Config):
     """A template that builds the text from several fields, used instead of `text_key`: `"{title}\\n\\n{body}"`. `{{` is
     a literal brace."""
     format: AffectsResults[AnyFormat] = TextFormat()
-    """Format that turns a row into tokens with a loss mask. The default is plain text; others are blocks with a
-    `type`."""
+    """Format that turns a row into tokens with a loss mask: plain text, or the format named by a block's `type`."""
     cache_dir: Operational[CachePath | None] = None
     """Directory of tokenised text, with `tokenizer/`, `train/` and `validation/`. If absent, every combination of
     source and tokenizer has its own directory below `cache/`. If a directory is named here, using it with another
@@ -237,8 +236,7 @@ class DataConfig(SetConfig):
     `first_exhausted`, the data end when the first set would repeat; with `all_exhausted`, they end once every set has
     been exhausted. A run with more steps is refused, with a message that gives the number of available steps."""
     epochs: AffectsResults[PerSet | None] = None
-    """Number of epochs after which `stop_strategy` considers a set exhausted, for all sets or by name. The default is
-    1."""
+    """Number of epochs after which `stop_strategy` considers a set exhausted, for all sets or by name. 1 by default."""
     max_train_batches: AffectsResults[PerSet | None] = None
     """Trains only on the first rows of a set, as many as fill this number of batches of the first step's size. Set for
     all sets or by name."""

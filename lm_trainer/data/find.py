@@ -90,8 +90,7 @@ class Needle:
         covering = _covering_tokens(text, texts_V)
         rarest = min(range(len(covering)), key=lambda position: sum(counts_V[token] for token in covering[position]))
         self.tokens = covering[rarest]
-        """Maps tokens to offsets of the text's beginning within the token; negative if the text begins before the
-        token."""
+        """Maps tokens to offsets of the text's beginning within them; negative if the text begins earlier."""
         self.dtype = token_dtype(len(texts_V))
         """Dtype of the tokens to search. A narrower dtype makes the search faster."""
         self._mask_V = np.zeros(len(texts_V), bool)

@@ -200,8 +200,7 @@ class CacheStats(NamedTuple):
     bytes_per_token: float | None
     """Number of UTF-8 bytes of text per token; None if the tokens were made elsewhere."""
     quantiles: dict[str, int]
-    """Quantiles of the number of tokens per document, including its end-of-document token: the minimum, the median,
-    ..."""
+    """Quantiles of the number of tokens per document, including its end: the minimum, the median, and so on."""
     packing: dict[str, PackingStats]
     left_out: int
     """Number of documents that `data.exclude` leaves out. The other statistics do not include them."""

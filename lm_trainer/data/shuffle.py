@@ -173,13 +173,11 @@ def permute(
     rounds = 2 * _ROUNDS if small.any() else _ROUNDS
     numbers = range(rounds, 0, -1) if inverse else range(1, rounds + 1)
     round_keys = [_mix_bits(keys + _U(0x9E3779B97F4A7C15 * number & _WORD)) for number in numbers]
-    # Cycle walking: the network permutes a range up to four times as large as `size`, and a value outside `size` is fed
-    # back until it is inside. As every value is on a cycle of the permutation, this terminates and gives each result
-    # once.
+    # Cycle walking: the network permutes a range up to four times as large as `size`, and values outside are fed back
+    # until they are inside. As every value is on a cycle of the permutation, this ends and gives each result once.
     walking = np.arange(len(values_N))
     while len(walking):
-        # Uses full arrays until the first index is done, and scalars without indexing. Most calls need no more than
-        # that.
+        # Uses full arrays until the first index is done, and scalars without indexing. Most calls need no more.
         active = [x if x.ndim == 0 or len(walking) == len(values_N) else x[walking] for x in (half, mask, sizes)]
         left, right = values_N[walking] >> active[0], values_N[walking] & active[1]
         for round_key in round_keys:

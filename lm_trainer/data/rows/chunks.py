@@ -6,8 +6,7 @@ embedded corpus with its own tokenizer and rows of 2,048, this affects 67 % of t
 the share for any data. Within a row, attention and positions restart with each document. `packing.py` splits fewer
 documents and pads instead.
 
-Shape letters: B rows, S positions, T = S + 1, N ends or starts of documents, M documents or pieces of
-documents.
+Shape letters: B rows, S positions, T = S + 1, N ends or starts of documents, M documents or pieces.
 """
 
 from __future__ import annotations
@@ -102,8 +101,7 @@ def make_batch(
 ) -> Batch:
     """Splits rows of S + 1 tokens into inputs and targets, and numbers their documents and positions.
 
-    An EOS belongs to the document that it ends. As an input, it has no weight, because its target belongs to the next
-    document.
+    An EOS belongs to the document that it ends. As an input, it has no weight, as its target is in the next document.
 
     Args:
         tokens_BT: int32 [B, T].

@@ -109,8 +109,7 @@ class TrainSets:
             # For each set, the first position that would draw from it after it is exhausted.
             ends = [mixture.position_of_draw(index, count) for index, count in enumerate(draws)]
             return min((end for end in ends if end is not None), default=sys.maxsize)
-        # The data end after the last draw of the last set to be exhausted. If the weights never exhaust a set, they are
-        # endless.
+        # The data end after the last draw of the last set to be exhausted, or never if the weights never exhaust a set.
         last_positions = [mixture.position_of_draw(index, count - 1) for index, count in enumerate(draws)]
         return None if None in last_positions else max(last + 1 for last in last_positions if last is not None)
 

@@ -25,8 +25,7 @@ class Row(NamedTuple):
     """A document, or a piece of a document that is too large to be encoded at once."""
 
     number: int
-    """Index of the physical row in the shard, from 0. Empty and bad rows count, so that a build can resume at any
-    row."""
+    """Index of the physical row in the shard, from 0. Empty and bad rows count, so that a build can resume here."""
     where: str
     """`file` or `file:line`, for error messages."""
     text: str

@@ -15,8 +15,7 @@ from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split
 class PrebuiltCache(SourceConfig):
     """A finished cache that was copied or is shared. The original text is not needed.
 
-    `data.tokenizer` must be the tokenizer with which the cache was built. By default, it is read from the cache
-    directory.
+    `data.tokenizer` must be the tokenizer that built the cache. By default, it is read from the cache directory.
     """
 
     type: Literal["cache"] = "cache"

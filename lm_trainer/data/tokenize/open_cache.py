@@ -96,8 +96,7 @@ class OpenCache:
         """Adds newly committed parts. The ledger is copied, so the caller may continue to change it."""
         if len(ledger.parts) > len(self.ledger.parts) or ledger.finished:
             snapshot = ledger.copy()
-            # The stream is extended first, because a reader that sees a finished ledger may ask for the number of
-            # tokens.
+            # The stream is extended first, because a reader that sees a finished ledger may ask for its length.
             self.stream.extend(snapshot)
             self.ledger = snapshot
 

@@ -37,8 +37,7 @@ def run_in_processes(jobs: Sequence[ShardJob], num_workers: int, tick: Callable[
     """
     # Spawned, not forked, because a fork of a process with JAX or TensorStore threads may inherit a locked mutex.
     context = multiprocessing.get_context("spawn")
-    # A pipe, not an event, because setting an event blocks until every waiting process wakes up, even one that was
-    # killed.
+    # A pipe, not an event, because setting an event blocks until every waiting process wakes up, even a killed one.
     stopped, stop = context.Pipe(duplex=False)
     threads = max(1, available_cores() // num_workers)
     arguments = (stopped, threads)

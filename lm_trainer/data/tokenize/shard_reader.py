@@ -21,8 +21,8 @@ from lm_trainer.data.sources import BadRow, Row, Shard
 from lm_trainer.data.tokenizer import Tokenizer
 
 BATCH_ROWS = 4096
-"""Maximum number of rows encoded together; a batch ends earlier at the tokenizer's `batch_bytes`. Does not affect the
-result."""
+"""Maximum number of rows encoded together; a batch ends earlier at the tokenizer's `batch_bytes`. The result does not
+depend on it."""
 
 AHEAD = 2
 """Number of batches read ahead; the reading thread encodes one batch beyond these. Does not affect the result."""

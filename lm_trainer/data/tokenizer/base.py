@@ -145,8 +145,7 @@ class HfTokenizer:
             self._settings["eos_token"] = self._eos_token
         self._eos_id = vocabulary[self._eos_token]
         self._bos_id = self._find_bos()
-        # Text that looks like a special token is encoded as plain text, because a document must not contain its own
-        # EOS.
+        # Text that looks like a special token is encoded as plain text, as a document must not contain its own EOS.
         self._rust.encode_special_tokens = True
         if self._eos_id in self.encode(self._eos_token):
             raise UserError(

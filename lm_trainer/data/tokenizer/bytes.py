@@ -54,8 +54,8 @@ class ByteTokenizer(HfTokenizer):
 
 def byte_characters() -> list[str]:
     """Returns the character that byte-level vocabularies use for each byte, as in GPT-2's `bytes_to_unicode`."""
-    # Printable bytes map to themselves, and others to characters from 0x100 on, so no token has blanks or control
-    # codes.
+    # Printable bytes map to themselves, and others to characters from 0x100 on, so no token has control codes or
+    # blanks.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     substitutes = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(substitutes)) for byte in range(256)]

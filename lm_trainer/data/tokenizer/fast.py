@@ -99,7 +99,7 @@ def choose_backend(
 
 
 def _try_fast(tokenizer: HfTokenizer, sources: Sequence[Sequence[Shard]]) -> tuple[HfTokenizer, str | None]:
-    """Returns the tokenizer with the fastokens backend, or the original one and the reason why it cannot be used."""
+    """Tries the fastokens backend. Returns a tokenizer, and the reason why the backend cannot be used, if any."""
     try:
         fast = tokenizer.with_backend(FastTokenizer)
         return fast, find_different_ids(tokenizer, fast, sources)

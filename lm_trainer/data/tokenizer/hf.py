@@ -117,8 +117,7 @@ def _load_from_hub(config: Pretrained) -> HfTokenizer:
         try:
             return fetch(name)
         except LocalEntryNotFoundError:
-            # There is no network. The settings define the EOS token, so the file must be known, not assumed, to be
-            # absent.
+            # There is no network. The settings define the EOS token, so the file must be known to be absent.
             if try_to_load_from_cache(config.name, name, revision=config.revision) is not _CACHED_NO_EXIST:
                 raise
             return None
