@@ -1,4 +1,4 @@
-"""Nodes: positions in a configuration, reached by walking down from its root."""
+"""Nodes, which are positions in a configuration that are reached by walking down from its root."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lm_trainer.config.document import KeyPath
 from lm_trainer.config.value_type import ValueType, type_tags, value_type_of, value_type_of_field
 
 MAX_DEPTH = 8
-"""Maximum depth of listed keys: a recursive class has infinitely many."""
+"""Maximum depth of listed keys, since a recursive class has infinitely many keys."""
 
 
 class NoSuchKey(LookupError):
-    """A path has no declared key."""
+    """A path does not lead to a declared key."""
 
 
 @dataclass(frozen=True)
 class ConfigNode:
-    """A position in a configuration: the allowed values, and the default."""
+    """A position in a configuration, with the values that are allowed there and the default."""
 
     value_type: ValueType
     default: object = None
@@ -32,18 +32,18 @@ class ConfigNode:
 
     @classmethod
     def undeclared_node(cls) -> ConfigNode:
-        """A node outside the declared keys."""
+        """Returns a node outside the declared keys."""
         return cls(ValueType("scalar"))
 
     def default_model(self) -> type[BaseModel] | None:
-        """The class of a block without `type`: the default's class, else the first of the union."""
+        """Returns the class of a block without `type`, which is the default's class or else the first of the union."""
         block = self.value_type.find_alternative("model")
         if block is None:
             return None
         return next((m for m in block.models if type(self.default) is m), block.models[0])
 
     def model_for(self, value: object) -> type[BaseModel] | None:
-        """The class a value selects; None for an unknown `type`, and if no block is allowed."""
+        """Returns the class that a value selects; None if its `type` is unknown or no block is allowed."""
         block = self.value_type.find_alternative("model")
         if block is None:
             return None
@@ -52,28 +52,28 @@ class ConfigNode:
         return next((m for m in block.models if value["type"] in type_tags(m)), None)
 
     def candidate_models(self, value: object, *, all_classes: bool = False) -> tuple[type[BaseModel], ...]:
-        """The class that `value` selects, or all classes if it selects none or with `all_classes`."""
+        """Returns the class that `value` selects, or all classes if it selects none or `all_classes` is True."""
         block = self.value_type.find_alternative("model")
         chosen = None if all_classes else self.model_for(value)
         return () if block is None else block.models if chosen is None else (chosen,)
 
     def child(self, value: object, key: str | int) -> ConfigNode:
-        """The node of `key` in `value`, the value of this node.
+        """Returns the node of `key` in `value`, which is the value of this node.
 
         Raises:
-            NoSuchKey: for an undeclared key or an impossible index.
+            NoSuchKey: if the key is not declared or the index is impossible.
         """
         return self._item_node(key) if isinstance(key, int) else self._key_node(value, key)
 
     def child_or_undeclared(self, value: object, key: str | int) -> ConfigNode:
-        """As `step`, for walks over data that may have undeclared keys."""
+        """Like `child`, but for walks over data that may have undeclared keys."""
         try:
             return self.child(value, key)
         except NoSuchKey:
             return ConfigNode.undeclared_node()
 
     def field_node(self, model: type[BaseModel], key: str) -> ConfigNode:
-        """The node of a field of a class."""
+        """Returns the node of a field of a class."""
         info = model.model_fields[key]
         default = None if info.is_required() else info.get_default(call_default_factory=False)
         # The default of the block may differ from the defaults of its class.
@@ -108,11 +108,11 @@ class ConfigNode:
 
 
 def add_missing_types(node: ConfigNode, value: JsonValue) -> JsonValue:
-    """Copies the data of a node, adding missing `type` keys of union blocks, and `{}` for empty blocks.
+    """Copies the data of a node, and adds missing `type` keys of union blocks, and `{}` for empty blocks.
 
     Later steps can then determine the class of a block from its `type`.
     """
-    # An empty `optimizer:` is read as null, and means a block with all defaults.
+    # An empty `optimizer:` is read as null, but means a block with all defaults.
     if value is None and node.default_model() and not node.value_type.nullable and not node.value_type.alternatives:
         value = {}
     if isinstance(value, list):
@@ -126,21 +126,21 @@ def add_missing_types(node: ConfigNode, value: JsonValue) -> JsonValue:
 
 
 def child_value(value: object, key: str | int) -> Any:
-    """The plain data at `key` in a block or list; None if it is missing."""
+    """Returns the plain data at `key` in a block or list; None if it is missing."""
     if isinstance(value, dict):
         return value.get(key)
     return value[key] if isinstance(value, list) and isinstance(key, int) and 0 <= key < len(value) else None
 
 
 def value_at(data: Any, path: KeyPath) -> Any:
-    """The plain data at a path, which must exist."""
+    """Returns the plain data at a path, which must exist."""
     for key in path:
         data = data[key]
     return data
 
 
 def all_keys(node: ConfigNode, value: object = None, *, all_classes: bool = False) -> list[str]:
-    """Every dotted key allowed below a node with this value; with `all_classes`, of all classes of a union."""
+    """Returns every dotted key allowed below a node with this value; with `all_classes`, for all classes of a union."""
     return list(dict.fromkeys(_iter_keys(node, value, "", all_classes, MAX_DEPTH)))
 
 

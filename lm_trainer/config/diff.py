@@ -1,4 +1,4 @@
-"""Differences between two configurations, or between one and the defaults."""
+"""Finds differences between two configurations, or between a configuration and the defaults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lm_trainer.core.credentials import without_credentials
 
 
 class Difference(NamedTuple):
-    """One key with its old and new value, either of which may be absent."""
+    """A key with its old and new values, either of which may be absent."""
 
     key: str
     old: str
@@ -28,9 +28,9 @@ _ABSENT = "(absent)"
 
 
 def differences(old: Config, new: Config) -> list[Difference]:
-    """Lists the keys in which two configurations differ, in the order of `new`, values as YAML.
+    """Lists the keys in which two configurations differ, in the order of `new`, with values as YAML.
 
-    Credentials are blanked, and never differ.
+    Credentials are blanked, so they never differ.
     """
     dumped = (without_credentials(config.model_dump(mode="json")) for config in (old, new))
     old_values, new_values = (dict(_iter_leaves(plain, ())) for plain in dumped)
@@ -45,23 +45,22 @@ def differences(old: Config, new: Config) -> list[Difference]:
 def differences_from_defaults(config: Config) -> list[Difference]:
     """Lists the keys in which a configuration differs from the defaults.
 
-    A block with a non-default `type` is compared with the defaults of that type: compared with another type, every
-    key would differ.
+    A block with a non-default `type` is compared with the defaults of that type. Otherwise, every key would differ.
     """
     plain = type(config)()
     values = config.model_dump(mode="json")
     try:
         same_types = type(config).model_validate(_block_types(values))
-    except ValidationError:  # a type that has keys without default
+    except ValidationError:  # a type that has keys without a default
         return differences(plain, config)
-    # The non-default types, then all other keys compared with the defaults of these types.
+    # First the non-default types, and then all other keys compared with the defaults of these types.
     types = [d for d in differences(plain, same_types) if d.key.rsplit(".", 1)[-1] == "type"]
     order = {dotted_key(path): number for number, (path, _) in enumerate(_iter_leaves(values, ()))}
     return sorted([*types, *differences(same_types, config)], key=lambda d: order.get(d.key, len(order)))
 
 
 def _block_types(value: Mapping[str, object]) -> dict[str, object]:
-    """Reduces a configuration to the `type` of each of its blocks."""
+    """Returns only the `type` of each block of a configuration."""
     return {
         key: _block_types(item) if isinstance(item, Mapping) else item
         for key, item in value.items()

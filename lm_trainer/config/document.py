@@ -1,4 +1,4 @@
-"""Documents: plain data with the position of each value, and the problems found so far."""
+"""Documents, which are plain data with the position of each value and the problems found so far."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _MAX_SUGGESTED = 20
-"""Maximum number of unknown keys for which suggestions are searched, each among all keys."""
+"""Maximum number of unknown keys for which suggestions are searched, each time among all keys."""
 
 KeyPath = tuple[str | int, ...]
-"""Keys and list indices from the root to a value."""
+"""The keys and list indices from the root to a value."""
 
 
 @dataclass(frozen=True, order=True)
 class Origin:
-    """The origin of a value or key. Sorts in reading order of the sources."""
+    """The origin of a value or key. Origins sort in the reading order of the sources."""
 
     order: tuple[int, int, int]
-    """Source number, line, column."""
+    """Number of the source, line and column."""
     text: str
-    """`file:line:column`, or the override as typed."""
+    """`file:line:column`, or the override as the user typed it."""
     is_override: bool = False
 
 
@@ -43,14 +43,14 @@ class Document:
     keys: dict[KeyPath, Origin] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     unreadable: set[KeyPath] = field(default_factory=set)
-    """Paths with a recorded problem; further problems at these paths are consequences."""
+    """Paths with a recorded problem. Further problems at these paths are consequences of it."""
     notes: list[str] = field(default_factory=list)
-    """Effects of keys and overrides the user may not expect."""
+    """Effects of keys and overrides that the user may not expect."""
     suggested: int = 0
     """Number of unknown keys for which suggestions have been searched."""
 
     def origin(self, path: KeyPath) -> Origin | None:
-        """The origin of the value at `path`, else of the first value inside it, else of the nearest ancestor."""
+        """Returns the origin of the value at `path`, or else of the first value inside it or the nearest ancestor."""
         if path not in self.values:
             inside = [origin for value_path, origin in self.values.items() if value_path[: len(path)] == path]
             if inside:
@@ -58,7 +58,7 @@ class Document:
         return next((self.values[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.values), None)
 
     def key_origin(self, path: KeyPath) -> Origin | None:
-        """The origin of the last key of `path`, else of the nearest ancestor's value."""
+        """Returns the origin of the last key of `path`, or else of the nearest ancestor's value."""
         return self.keys.get(path) or self.origin(path)
 
     def add_problem(self, path: KeyPath, text: str, *, at_key: bool = False) -> None:
@@ -67,12 +67,12 @@ class Document:
         self.problems.append(Problem(origin, f"{dotted_key(path)}: {text}" if path else text))
 
     def may_suggest(self) -> bool:
-        """True for the first unknown keys: searching for all of them in an unrelated file would take long."""
+        """Returns True for the first unknown keys only, since a search for all keys of an unrelated file takes long."""
         self.suggested += 1
         return self.suggested <= _MAX_SUGGESTED
 
     def drop_positions(self, path: KeyPath) -> None:
-        """Drops the positions at and below `path`."""
+        """Removes the positions at and below `path`."""
         for table in (self.values, self.keys):
             for key_path in [p for p in table if p[: len(path)] == path]:
                 del table[key_path]
@@ -88,11 +88,11 @@ class Document:
             self.unreadable.add((*to, *key_path[len(path) :]))
 
     def is_unreadable(self, path: KeyPath) -> bool:
-        """True if a problem with `path` or one of its ancestors has been recorded."""
+        """Returns True if a problem with `path` or one of its ancestors has been recorded."""
         return any(path[:n] in self.unreadable for n in range(len(path) + 1))
 
     def problem_lines(self) -> list[str]:
-        """All problems, each once, in the order of the sources."""
+        """Returns all problems in the order of the sources, each of them once."""
         # Problems without a position sort last.
         last = (1 << 30, 0, 0)
         ordered = sorted(self.problems, key=lambda p: p.origin.order if p.origin else last)
@@ -100,15 +100,16 @@ class Document:
 
 
 def dotted_key(path: KeyPath) -> str:
-    """`trainer.tracker.0.project`."""
+    """Returns a path as a dotted key, such as `trainer.tracker.0.project`."""
     return ".".join(map(str, path))
 
 
 def did_you_mean(word: str, options: Iterable[str], *, prefix: str = "", strict: bool = False) -> str:
-    """`; did you mean 'a' or 'b'?`, or "" if no option is similar; `prefix` is printed before each.
+    """Returns `; did you mean 'a' or 'b'?`, with `prefix` before each option, or "" if no option is similar.
 
-    Similar options are misspellings, names that contain all parts of `word` (`batch_size`: train_batch_size), and names
-    with these initials (`lr`: learning_rate); with `strict`, only misspellings of a letter or two.
+    Similar options are names that `word` may misspell, names that contain all parts of `word` (train_batch_size
+    for `batch_size`), and names with these initials (learning_rate for `lr`). If `strict`, `word` may only have one or
+    two wrong letters.
     """
     return format_suggestions(
         [prefix + option for option in find_similar(word, list(dict.fromkeys(options)), strict=strict)]
@@ -116,15 +117,15 @@ def did_you_mean(word: str, options: Iterable[str], *, prefix: str = "", strict:
 
 
 def format_suggestions(names: Sequence[str]) -> str:
-    """`; did you mean 'a' or 'b'?`, or "" without names."""
+    """Returns `; did you mean 'a' or 'b'?`, or "" if there are no names."""
     return f"; did you mean {' or '.join(map(repr, names))}?" if names else ""
 
 
 def find_similar(word: str, options: Sequence[str], *, strict: bool = False) -> list[str]:
-    """The options similar to `word`, best first; see `did_you_mean`."""
+    """Returns the options that are similar to `word`, with the best first. See `did_you_mean`."""
     if not word:
         return []
-    # From the most to the least certain method: the first one with a result wins.
+    # Methods from the most to the least certain. The first method with a result wins.
     if equal := [option for option in options if option.lower().replace("-", "_") == word.lower().replace("-", "_")]:
         return equal[:1]
     if misspelt := _find_misspelt(word, options, 0.75):
@@ -140,7 +141,7 @@ def find_similar(word: str, options: Sequence[str], *, strict: bool = False) -> 
 
 
 def _find_misspelt(word: str, options: Sequence[str], cutoff: float) -> list[str]:
-    """The closest option, and a second one if it is about as close."""
+    """Returns the closest option, and the second closest if it is about as close."""
     matches = difflib.get_close_matches(word, options, n=2, cutoff=cutoff)
     closeness = [difflib.SequenceMatcher(None, option, word).ratio() for option in matches]
     return [option for option, ratio in zip(matches, closeness, strict=True) if ratio > closeness[0] - 0.05]

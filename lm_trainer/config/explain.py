@@ -1,4 +1,4 @@
-"""Translation of pydantic's errors into readable problems, each at the position of the mistake."""
+"""Translates pydantic's errors into readable problems, each at the position of the mistake."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lm_trainer.config.foreign import config_class_of
 from lm_trainer.config.value_type import ValueType, type_tags
 from lm_trainer.core.credentials import is_secret_name
 
-# Keyed by the first word of a pydantic error type: `int_parsing`, `int_type` and `int_from_float` share an entry.
+# Keyed by the first word of a pydantic error type. Thus `int_parsing`, `int_type` and `int_from_float` share an entry.
 _TYPES = {
     "int": "a whole number",
     "float": "a number",
@@ -41,7 +41,7 @@ _TYPES = {
     "none": "null",
     "finite": "a finite number",
 }
-# Pydantic error type -> key of the limit in the error's context, and the phrase.
+# Maps a pydantic error type to the key of the limit in the error's context, and to the phrase.
 _LIMITS = {
     "greater_than": ("gt", "a number greater than {}"),
     "greater_than_equal": ("ge", "a number of at least {}"),
@@ -59,18 +59,18 @@ SECRET_REFUSED = (
     "(HF_TOKEN, WANDB_API_KEY)"
 )
 _MAX_LISTED = 12
-"""Maximum keys to list if no key is similar to the written one."""
+"""Maximum number of keys to list if no key is similar to the key in the file."""
 
 
 class Explainer:
-    """Translates validation errors of a document with root class `root`, and records them as its problems."""
+    """Translates validation errors of a document with root class `root`, and records them as problems in it."""
 
     def __init__(self, document: Document, root: type[BaseModel]):
         self.document = document
         self.root = root
 
     def find_node(self, path: KeyPath) -> tuple[ConfigNode | None, object]:
-        """The node at `path` (None if the path is not declared) and its value."""
+        """Returns the node at `path` (None if the path is not declared) and its value."""
         node, value = ConfigNode.root(self.root), self.document.data
         for key in path:
             try:
@@ -82,7 +82,7 @@ class Explainer:
 
     def report_errors(self, error: ValidationError) -> None:
         """Records every error of a failed validation."""
-        # pydantic reports an error for each member of a union; to the user they are one mistake.
+        # pydantic reports an error for each member of a union. To the user, they are one mistake.
         groups: dict[KeyPath, list[ErrorDetails]] = {}
         for path, detail in self._iter_errors(error, ConfigNode.root(self.root), self.document.data):
             groups.setdefault(path, []).append(detail)
@@ -92,7 +92,7 @@ class Explainer:
             self._report_path(path, details)
 
     def _errors_below_unknown_type(self, path: KeyPath) -> dict[KeyPath, list[ErrorDetails]]:
-        """The errors in a block of unknown `type` that hold for every possible type, by path."""
+        """Returns the errors in a block of unknown `type` that hold for every possible type, keyed by path."""
         node, block = self.find_node(path)
         if node is None or not isinstance(block, dict):
             return {}
@@ -103,7 +103,7 @@ class Explainer:
             below_key[below[len(path)]][below] = None
         errors: dict[KeyPath, list[ErrorDetails]] = {}
         for key in block.keys() - {"type"}:
-            # A type without the key cannot judge its value, unless no type has the key.
+            # A type that does not have the key cannot judge its value, unless no type has the key.
             errors_of_models_with_key = [
                 model_errors
                 for model, model_errors in zip(models, errors_by_model, strict=True)
@@ -118,7 +118,7 @@ class Explainer:
     def _errors_if_model(
         self, model: type[BaseModel], path: KeyPath, block: dict[str, object]
     ) -> dict[KeyPath, list[ErrorDetails]]:
-        """The errors of the block at `path` if its class were `model`."""
+        """Returns the errors that the block at `path` would have if its class were `model`."""
         typed = {**block, "type": type_tags(model)[0]}
         try:
             model.model_validate(copy.deepcopy(typed))
@@ -140,11 +140,11 @@ class Explainer:
 
     @staticmethod
     def _error_path(location: tuple[int | str, ...], node: ConfigNode, value: object, path: KeyPath) -> KeyPath | None:
-        """Converts an error location to a path without names of union members; None for a member that was not meant."""
+        """Converts an error location to a path without names of union members; None if a member was not meant."""
         for index, key in enumerate(location):
             if node.value_type.alternatives:
-                # The location names a member, not a key. Skips members that cannot hold such a value (a list, a block)
-                # if another one can.
+                # The location names a member, not a key. Skips members that cannot hold a value of this kind (a list, a
+                # block) if another member can.
                 branch = node.value_type.alternative_for_label(str(key))
                 if not _may_hold(branch, value) and any(
                     _may_hold(other, value) for other in node.value_type.alternatives
@@ -167,7 +167,7 @@ class Explainer:
         return path
 
     def _report_path(self, path: KeyPath, details: Sequence[ErrorDetails]) -> None:
-        """Records the errors at one path: each validator message separately, the errors of union members as one."""
+        """Records the errors at one path: each validator message separately, but all errors of union members as one."""
         kinds = {detail["type"] for detail in details}
         if "extra_forbidden" in kinds:
             self.document.add_problem(path, self.explain_unknown_key(path), at_key=True)
@@ -188,7 +188,7 @@ class Explainer:
             self._report_unexpected_value(path, details)
 
     def _refused_type_reason(self, path: KeyPath, tag: str) -> str:
-        """The reason why the union at `path` does not support a type, after a semicolon; empty if unknown."""
+        """Returns a semicolon and the reason why the union at `path` does not support a type; empty if unknown."""
         node, _ = self.find_node(path)
         models = node.candidate_models(None, all_classes=True) if node else ()
         reasons = (config_class_of(model).refused_types.get(tag) for model in models)
@@ -221,7 +221,7 @@ class Explainer:
         return _TYPES.get(kind.split("_")[0]) or detail["msg"].removeprefix("Input should be ")
 
     def explain_unknown_key(self, path: KeyPath, *, full: bool = False) -> str:
-        """Explains why `path` is not a key, and suggests similar keys; with `full`, suggestions are full paths."""
+        """Explains why `path` is not a key, and suggests similar keys, as full paths if `full`."""
         parent, key = path[:-1], str(path[-1])
         node, value = self.find_node(parent)
         if node is None:
@@ -248,7 +248,7 @@ class Explainer:
 
     @cached_property
     def _all_keys(self) -> list[tuple[str, str]]:
-        """Every dotted key allowed in the document, and its last part."""
+        """Every dotted key that is allowed in the document, with its last part."""
         keys = all_keys(ConfigNode.root(self.root), self.document.data)
         return [(name, name.rsplit(".", 1)[-1]) for name in keys]
 
@@ -260,7 +260,7 @@ class Explainer:
         siblings = list(dict.fromkeys(name for model in models for name in model.model_fields))
         namesakes = [name for name, last in self._all_keys if last == key]
         similar_keys = find_similar(key, [last for _, last in self._all_keys], strict=True)
-        # Most likely first: misspelt here, same key elsewhere, vaguely similar here, misspelt elsewhere.
+        # The most likely first: misspelt here, the same key elsewhere, vaguely similar here, misspelt elsewhere.
         return (
             did_you_mean(key, siblings, prefix=prefix, strict=True)
             or format_suggestions(namesakes[:2])
@@ -270,7 +270,7 @@ class Explainer:
         )
 
     def _report_validator_message(self, path: KeyPath, message: str) -> None:
-        """Records a validator's message at the key it names or mentions."""
+        """Records a validator's message at the key that it names or mentions."""
         if path:
             message = message.removeprefix(f"{path[-1]}: ")
         node, value = self.find_node(path)
@@ -281,14 +281,14 @@ class Explainer:
         keys = {*_declared_keys(node, value), *(value if isinstance(value, dict) else ())}
         mentioned_paths = [(*path, word) for word in dict.fromkeys(re.findall(r"\w+", message)) if word in keys]
         written = [p for p in mentioned_paths if p in self.document.values]
-        # Of several conflicting keys, reports the one from the command line.
+        # If several keys conflict, reports the key from the command line.
         written.sort(key=lambda p: not self.document.values[p].is_override)
         origin = self.document.origin(written[0] if written else path)
         self.document.problems.append(Problem(origin, f"{dotted_key(path)}: {message}" if path else message))
 
 
 def _declared_keys(node: ConfigNode | None, value: object) -> set[str]:
-    """The keys declared by the class of a block."""
+    """Returns the keys that the class of a block declares."""
     return {name for model in (node.candidate_models(value) if node else ()) for name in model.model_fields}
 
 
@@ -314,6 +314,6 @@ def _format_alternatives(options: Sequence[str]) -> str:
 
 
 def _types_with_key(node: ConfigNode, models: Sequence[type[BaseModel]], key: str) -> list[str]:
-    """The types of the other union members that have `key`."""
+    """Returns the types of the other union members that have `key`."""
     union_classes = node.candidate_models(None, all_classes=True)
     return [type_tags(m)[0] for m in union_classes if m not in models and key in m.model_fields and type_tags(m)]

@@ -1,6 +1,6 @@
-"""Foreign keys: keys of other frameworks' configurations that are renamed to ours, or dropped with a note.
+"""Foreign keys, which are keys of other frameworks' configurations. Known ones are renamed or dropped with a note.
 
-Other foreign keys stay, and are rejected as unknown keys with a reason.
+Other foreign keys stay as they are, and are rejected as unknown keys with a reason.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from lm_trainer.config.document import Document, KeyPath, Origin, dotted_key
 from lm_trainer.core.config import Config
 
 _NOT_READ = object()
-"""Placeholder value of a key when an override sets something inside it."""
+"""Placeholder for the value of a key when an override sets something inside it."""
 
 
 @dataclass(frozen=True)
 class _RenamedKey:
-    """A foreign key and the note on it, if any."""
+    """A foreign key and the note about it, if any."""
 
     path: KeyPath
     origin: Origin | None
@@ -28,7 +28,7 @@ class _RenamedKey:
 
 
 def config_class_of(model: type[BaseModel] | None) -> type[Config]:
-    """Returns the class with the lists of foreign keys of `model`; `Config` (empty lists) if it has none."""
+    """Returns the class with the lists of foreign keys of `model`; `Config`, whose lists are empty, if it has none."""
     return model if model is not None and issubclass(model, Config) else Config
 
 
@@ -37,9 +37,9 @@ def rename_foreign_keys(node: ConfigNode, data: object, path: KeyPath, document:
 
     Args:
         node: the node of the data.
-        data: the data as written; modified in node.
-        path: the path of the node; positions below it move with their keys.
-        document: holds the positions, and receives the notes.
+        data: the data as written, which is modified in place.
+        path: the path of the node. Positions below it move with their keys.
+        document: the document with the positions, to which notes are added.
     """
     adopted = list(_rename_and_note(node, data, path, document))
     for note in dict.fromkeys(entry.note for entry in adopted if entry.note):
@@ -55,19 +55,20 @@ def translate_override(
     """Translates the path and value of an override to our keys.
 
     Args:
-        path: the path as typed.
+        path: the path as the user typed it.
         value: the value of the last key.
-        document: holds the data to override, and receives the notes.
+        document: the document with the data to override, to which notes are added.
         root: the class of the data.
-        shown: the override as shown in notes.
+        shown: the override as notes show it.
 
     Returns:
-        The path and value: `value` itself, unless a key is respelt with another value. None for a dropped key.
+        The path and the value, which is `value` itself unless a key is respelt with another value. None for a dropped
+            key.
     """
     node, data, our_path = ConfigNode.root(root), document.data, ()
     for depth, key in enumerate(path):
         model, key_value = node.model_for(data), value if depth == len(path) - 1 else _NOT_READ
-        # The value of our key in the file does not matter: the override replaces it.
+        # The value of our key in the file does not matter, because the override replaces it.
         if respelt := _find_respelling(model, key, key_value, {}):
             if note := _old_spelling_note(model, key, key_value, respelt):
                 document.notes.append(f"{shown}: {dotted_key(path[: depth + 1])} {note}")
@@ -84,7 +85,7 @@ def translate_override(
 
 
 def sets_type(path: KeyPath, value: object, document: Document, root: type[BaseModel]) -> bool:
-    """True if an override sets the `type` of a block, by that key or by an equivalent foreign one."""
+    """Returns True if an override sets the `type` of a block, with that key or with an equivalent foreign key."""
     *parent, key = path
     node, data = ConfigNode.root(root), document.data
     for step in parent:
@@ -115,7 +116,7 @@ def _rename_and_note(node: ConfigNode, data: object, path: KeyPath, document: Do
             document.drop_positions((*path, conflicting))
             del data[conflicting]
             meaning = conflicting, f"{meaning[1]}, in the place of the {conflicting} beside it, which has no effect"
-        # Two equivalent keys would hide one of the values: the foreign one stays, and is rejected.
+        # Two equivalent keys would hide one of the values, so the foreign key stays, and is rejected.
         if meaning is None or meaning[0] in data:
             continue
         our_key, note = meaning
@@ -133,7 +134,7 @@ def _rename_and_note(node: ConfigNode, data: object, path: KeyPath, document: Do
 def _find_respelling(
     model: type[BaseModel] | None, key: str | int, value: object, block: Container[str]
 ) -> tuple[str, JsonValue] | None:
-    """Our key and value for a foreign key with this value; None without such a rule."""
+    """Returns our key and value for a foreign key with this value; None if there is no such rule."""
     if not isinstance(key, str) or not isinstance(value, bool | int | str):
         return None
     rule = config_class_of(model).respelt_keys.get(key, {}).get(value)
@@ -143,17 +144,17 @@ def _find_respelling(
 def _old_spelling_note(
     model: type[BaseModel] | None, key: str | int, value: object, respelt: tuple[str, JsonValue]
 ) -> str:
-    """The note on an old spelling of a value of our key; empty for a foreign key."""
+    """Returns the note about an old spelling of a value of our key; empty for a foreign key."""
     return f"{value} is read as {respelt[0]}: {respelt[1]}" if key in config_class_of(model).model_fields else ""
 
 
 def _find_meaning(model: type[BaseModel] | None, key: str | int, value: object) -> tuple[str | None, str] | None:
-    """Our key (None if dropped) and a note, for a foreign key that is accepted; else None."""
+    """Returns our key (None if dropped) and a note for a foreign key that is accepted; None for other keys."""
     lists = config_class_of(model)
     if key in lists.model_fields or not isinstance(key, str):
         return None
     ignored, renamed = lists.ignored_keys.get(key), lists.renamed_keys.get(key)
-    # An unset key has no meaning.
+    # An unset key has no effect.
     if value is None and (ignored or renamed or key in lists.refused_keys):
         return None, ""
     if renamed is not None:

@@ -1,4 +1,4 @@
-"""Loader: from a YAML file and overrides to a validated configuration, or to a list of all errors."""
+"""Loads a validated configuration from a YAML file and overrides, or reports a list of all errors."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class LoadedConfig(Generic[ConfigT]):
 
     config: ConfigT
     data: dict[str, JsonValue]
-    """The files and the overrides as plain data; every block of a union has its `type`."""
+    """The files and the overrides as plain data. Every block of a union has its `type`."""
     notes: tuple[str, ...]
-    """Notes for the user on unexpected effects of keys and overrides."""
+    """Notes to the user on unexpected effects of keys and overrides."""
     _document: Document
 
     def origin(self, key: str | KeyPath) -> str:
-        """The origin of the value of a dotted key: `file:line:column`, an override, or `default`."""
+        """Returns the origin of the value of a dotted key: `file:line:column`, an override, or `default`."""
         path = tuple(int(p) if p.isdecimal() else p for p in key.split(".")) if isinstance(key, str) else key
-        # A value without a position was written as part of the nearest ancestor with one, unless the ancestor is a
-        # mapping: then the key was added by default.
+        # A value without a position was written as part of the nearest ancestor that has a position. If the ancestor is
+        # a mapping, however, the key was added by default.
         for length in range(len(path), 0, -1):
             origin = self._document.values.get(path[:length])
             if origin is not None:
@@ -58,21 +58,21 @@ def load(
     """Reads a configuration file, applies overrides and validates the result.
 
     Args:
-        path: a YAML file; paths after `!include` are relative to it.
-        overrides: `key=value`, or `--key` and `value`; see `lm_trainer.config.overrides`.
+        path: path of a YAML file. Paths after `!include` are relative to it.
+        overrides: words of the form `key=value`, or `--key` and `value`. See `lm_trainer.config.overrides`.
         root: the class of the whole configuration.
-        options: options of the command, to suggest for misspelt ones among the overrides.
-        foreign: returns our keys for an option name of other frameworks, to suggest for unknown options.
+        options: options of the command, which are suggested for misspelt options among the overrides.
+        foreign: returns our keys for an option name of other frameworks, which are suggested for unknown options.
 
     Raises:
-        ConfigError: with all problems of the files and overrides, in order.
+        ConfigError: if there are problems; lists all problems of the files and overrides, in order.
     """
     document = read_file(path)
     if document.data is None:
         raise ConfigError(document.problem_lines())
     node = ConfigNode.root(root)
     rename_foreign_keys(node, document.data, (), document)
-    # Before applying overrides, which determine the class of a block by its `type`.
+    # Done before overrides are applied, because they determine the class of a block by its `type`.
     document.data = add_missing_types(node, document.data)
     parsed = overriding.parse_overrides(overrides, document, root, overriding.Suggestions(options, foreign))
     overriding.apply_overrides(parsed, document, root)
@@ -85,7 +85,7 @@ def load(
 
 def _validate(document: Document, root: type[ConfigT]) -> ConfigT | None:
     try:
-        # A copy, because validators may modify their input.
+        # Validates a copy, because validators may modify their input.
         return root.model_validate(copy.deepcopy(document.data))
     except ValidationError as error:
         Explainer(document, root).report_errors(error)
@@ -95,7 +95,7 @@ def _validate(document: Document, root: type[ConfigT]) -> ConfigT | None:
 
 
 def _check_values(node: ConfigNode, value: object, path: KeyPath, document: Document) -> None:
-    """Reports values that pydantic would accept: undeclared keys that name a secret, and `true` as a number."""
+    """Reports values that pydantic would wrongly accept: undeclared keys that name a secret, and `true` as a number."""
     if isinstance(value, list):
         for index, item in enumerate(value):
             _check_values(node.child_or_undeclared(value, index), item, (*path, index), document)
@@ -105,7 +105,7 @@ def _check_values(node: ConfigNode, value: object, path: KeyPath, document: Docu
         }
         for key, item in value.items():
             if key not in declared and node.value_type.may_hold_secrets() and is_secret_name(key):
-                # Checks only the name, and marks the value as unreadable, so it is never shown.
+                # Checks only the name, and marks the value as unreadable, so that it is never shown.
                 document.add_problem((*path, key), SECRET_REFUSED, at_key=True)
                 document.unreadable.add((*path, key))
             else:

@@ -1,4 +1,4 @@
-"""Overrides: settings from the command line, as `trainer.seed=1`, `--trainer.seed 1` or `--trainer.seed=1`."""
+"""Overrides, which are settings from the command line: `trainer.seed=1`, `--trainer.seed 1` or `--trainer.seed=1`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from lm_trainer.config.yaml_nodes import parse_override_value
 from lm_trainer.core.credentials import COMMAND, is_secret_name, without_credentials
 
 _SOURCE = 1 << 20
-"""Source number of the command line: overrides sort after all files."""
+"""Source number of the command line, with which overrides sort after all files."""
 _MAX_SHOWN = 100
-"""Maximum characters of an override in a message."""
+"""Maximum number of characters of an override in a message."""
 _BRACKETED = re.compile(r"\[(.*)\]", re.DOTALL)
 _KEY = re.compile(r"[^\w.-]")
 _INNER_KEY = re.compile(r"[\w-]+(?=['\"]?\s*:)")
@@ -41,7 +41,7 @@ _LIST_ITEM = re.compile(r"(?:[^,{}]|\{[^{}]*\})+")
 
 @dataclass(frozen=True)
 class Override:
-    """One setting from the command line."""
+    """A setting from the command line."""
 
     path: KeyPath
     text: str
@@ -50,7 +50,7 @@ class Override:
 
 @dataclass
 class _TypedSetting:
-    """The words of one setting, and the problem with them, if any."""
+    """The words of one setting, and the problem with them if there is one."""
 
     words: list[str]
     name: str
@@ -60,7 +60,7 @@ class _TypedSetting:
 
 @dataclass(frozen=True)
 class Suggestions:
-    """Names to suggest for an unknown option, in addition to keys."""
+    """Names to suggest for an unknown option in addition to keys."""
 
     options: Sequence[str] = ()
     """Options of the command, such as `--dry-run`."""
@@ -71,7 +71,7 @@ class Suggestions:
 def parse_overrides(
     arguments: Sequence[str], document: Document, root: type[BaseModel], suggestions: Suggestions
 ) -> list[Override]:
-    """Parses the arguments; an argument that is not an override becomes a problem of the document.
+    """Parses the arguments. An argument that is not an override becomes a problem of the document.
 
     Args:
         arguments: the words of the command line after the configuration file.
@@ -92,7 +92,7 @@ def parse_overrides(
         first, *inner = setting.name.split(".")
         path = (first, *(int(part) if part.isdecimal() else part for part in inner))
         parsed.append(Override(path, setting.text, Origin(order, f"override `{shown}`", is_override=True)))
-    # Blocks come before keys inside them, and types before other keys, regardless of the order on the command line.
+    # Blocks come before the keys inside them, and types before other keys, regardless of the order on the command line.
     return sorted(
         parsed,
         key=lambda override: (
@@ -102,7 +102,7 @@ def parse_overrides(
 
 
 def _format_setting(setting: _TypedSetting) -> str:
-    """The setting as shown in messages, without values that may be secret."""
+    """Returns the setting as messages show it, without values that may be secret."""
     if any(map(is_secret_name, (setting.name, *_INNER_KEY.findall(setting.text)))):
         return f"{_KEY.split(setting.name)[0]}=..."
     text = " ".join(setting.words)
@@ -123,7 +123,7 @@ def _take_setting(
         if "." not in name and setting.name not in root.model_fields:
             hint = _suggest_options(word.partition("=")[0], root, suggestions) if document.may_suggest() else ""
             setting.problem = f"no such option{hint}"
-            # Skips its value, which would be reported as a second problem.
+            # Skips the value of the option, which would be reported as a second problem.
             if remaining_words and not equals and not _STARTS_ANOTHER.match(remaining_words[0]):
                 remaining_words.pop(0)
             return setting
@@ -134,7 +134,7 @@ def _take_setting(
             setting.text = remaining_words.pop(0)
             setting.words.append(setting.text)
     elif _SHORT_OPTION.match(word):
-        # Short options as in SLURM or tar: `-p gpu`, `-pgpu`.
+        # Short options as in SLURM or tar: `-p gpu` or `-pgpu`.
         meant = [option for option in suggestions.options if option[2:3] == word[1].lower()]
         setting.problem = f"no such option{format_suggestions(meant[:3])}"
         if (
@@ -156,7 +156,7 @@ def _take_setting(
 
 
 def _suggest_options(word: str, root: type[BaseModel], suggestions: Suggestions) -> str:
-    """Suggested options for a word, formatted by `format_suggestions`."""
+    """Returns suggested options for a word, formatted by `format_suggestions`."""
     keys = [f"--{key}" for key in all_keys(ConfigNode.root(root))]
     foreign = suggestions.foreign(word.lstrip("-")) if suggestions.foreign is not None else ()
     from_foreign = [f"--{key}" for key in foreign if f"--{key}" in keys]
@@ -176,7 +176,7 @@ def _explain_non_override(word: str, remaining_words: list[str], root: type[Base
 
 
 def apply_overrides(overrides: Sequence[Override], document: Document, root: type[BaseModel]) -> None:
-    """Applies the overrides to the document's data; an override that does not fit becomes a problem."""
+    """Applies the overrides to the document's data. An override that does not fit becomes a problem."""
     for override in overrides:
         try:
             _apply_override(override, document, root)
@@ -195,7 +195,7 @@ def _apply_override(override: Override, document: Document, root: type[BaseModel
     key, holder = override.path[-1], holders[-1]
     value = _parse_value(override, node) if meant is plain else meant
     rename_foreign_keys(node, value, override.path, document)
-    # Inserts new blocks only now, when no step can fail any more.
+    # Inserts new blocks only now that no step can fail any more.
     for outer, inner, step in zip(holders, holders[1:], override.path, strict=False):
         outer[step] = inner
     parent, _ = Explainer(document, root).find_node(override.path[:-1])
@@ -205,13 +205,13 @@ def _apply_override(override: Override, document: Document, root: type[BaseModel
         _drop_replaced_keys(ConfigNode.root(root), override, document)
     document.drop_positions(override.path)
     holder[key] = add_missing_types(node, value)
-    # Positions of the typed value only: a `type` added by default has no position.
+    # Sets positions only for the typed value, since a `type` added by default has no position.
     for path in (override.path, *_iter_nested_paths(value, override.path)):
         document.values[path] = document.keys[path] = override.origin
 
 
 def _find_containers(override: Override, document: Document, root: type[BaseModel]) -> tuple[ConfigNode, list[Any]]:
-    """Finds the node of an override, and its enclosing blocks and lists from the root on, new ones if missing.
+    """Finds the node of an override, and the blocks and lists that enclose it, from the root on. Makes missing ones.
 
     Raises:
         ValueError: if the path is not allowed.
@@ -235,7 +235,7 @@ def _find_containers(override: Override, document: Document, root: type[BaseMode
 
 
 def _enter_container(value: object, key: str | int, node: ConfigNode, override: Override, depth: int) -> object:
-    """The block or list that contains `key`: the existing value, else a new block.
+    """Returns the block or list that contains `key`, which is the existing value or else a new block.
 
     Raises:
         ValueError: if the existing value is a scalar, or a list instead of a block or vice versa.
@@ -261,13 +261,13 @@ def _enter_container(value: object, key: str | int, node: ConfigNode, override: 
 
 
 def _is_same_type(node: ConfigNode | None, old: object, new: object) -> bool:
-    """True if a block's new `type` is the old one, or an alias of it."""
+    """Returns True if the new `type` of a block is the same as the old one or an alias of it."""
     classes = [node.model_for({"type": name}) for name in (old, new)] if node else [None, None]
     return old == new or (classes[0] is not None and classes[0] is classes[1])
 
 
 def _clear_block(holder: dict[str, object], override: Override, document: Document) -> None:
-    """Clears a block whose type changes: its keys belong to the old type."""
+    """Clears a block whose type changes, because its keys belong to the old type."""
     parent = override.path[:-1]
     dropped = [key for key in holder if key != "type"]
     for key in dropped:
@@ -279,7 +279,7 @@ def _clear_block(holder: dict[str, object], override: Override, document: Docume
 
 
 def _drop_replaced_keys(node: ConfigNode, override: Override, document: Document) -> None:
-    """Drops the file's keys replaced by the override, according to `Config.replaced_keys`."""
+    """Drops the keys of the file that the override replaces according to `Config.replaced_keys`."""
     *parent, key = override.path
     block = document.data
     for step in parent:
@@ -300,7 +300,7 @@ def _is_overridden(path: KeyPath, document: Document) -> bool:
 
 
 def _parse_value(override: Override, node: ConfigNode) -> JsonValue:
-    """The value of an override's text, as interpreted at its node."""
+    """Returns the value of an override's text, as interpreted at its node."""
     text = override.text.strip()
     listed = _BRACKETED.fullmatch(text)
     try:
@@ -319,7 +319,7 @@ def _parse_value(override: Override, node: ConfigNode) -> JsonValue:
 
 
 def _parse_plain_value(override: Override) -> JsonValue:
-    """The value of an override independent of its node; its text if it is not valid YAML."""
+    """Returns the value of an override regardless of its node, which is its text if it is not valid YAML."""
     try:
         return parse_override_value(override.text.strip(), override.path, override.origin)
     except ValueError:
@@ -331,7 +331,7 @@ def _strip_list_item(text: str) -> str:
 
 
 def _iter_nested_paths(value: object, path: KeyPath) -> Iterator[KeyPath]:
-    """The paths of all values nested in a value."""
+    """Yields the paths of all values that are nested in a value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*path, key)

@@ -1,4 +1,4 @@
-"""Writes a configuration as YAML that `load` reads back as an equal one."""
+"""Writes a configuration as YAML, from which `load` reads an equal configuration."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.terminal import escape_line
 
 _COMMENT_COLUMN = 60
-"""Comments are aligned up to here; longer lines push theirs to the right."""
+"""Column at which comments are aligned. Longer lines push their comments to the right."""
 
 
 def to_yaml(config: Config, comment: Callable[[KeyPath], str] | None = None, *, redact: bool = False) -> str:
-    """Writes all values of a configuration, defaults included.
+    """Writes all values of a configuration, including defaults.
 
     Args:
         config: any configuration.
-        comment: returns the comment after the value at a path, for example its origin.
-        redact: blank the credentials in URLs and commands, for output that others may read.
+        comment: returns the comment to write after the value at a path, for example its origin.
+        redact: True to blank credentials in URLs and commands, for output that others may read.
     """
     plain = config.model_dump(mode="json")
     plain = without_credentials(plain) if redact else plain
@@ -33,7 +33,7 @@ def to_yaml(config: Config, comment: Callable[[KeyPath], str] | None = None, *, 
 
 
 def _iter_block_lines(value: Mapping[str, object] | list[object], path: KeyPath) -> Iterator[tuple[str, KeyPath]]:
-    """The lines of a non-empty block or list, each with the path of its leaf, or () without a leaf."""
+    """Yields the lines of a non-empty block or list, each with the path of its leaf, or () if it has no leaf."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     for key, item in items:
         lead = f"{to_flow_yaml(key)}:" if isinstance(value, Mapping) else "-"
@@ -52,7 +52,7 @@ def _iter_block_lines(value: Mapping[str, object] | list[object], path: KeyPath)
 
 
 def _is_nested(value: object) -> TypeGuard[Mapping[str, object] | list[object]]:
-    """True if a value is written on separate lines: a block, or a list of blocks."""
+    """Returns True if a value is written on separate lines, which holds for a block and for a list of blocks."""
     if isinstance(value, Mapping):
         return bool(value)
     return isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value)

@@ -14,7 +14,7 @@ from lm_trainer.core.config import Config
 def json_schema(root: type[Config]) -> JsonSchemaValue:
     """Builds a draft 2020-12 schema that accepts blocks without `type`, as the loader does.
 
-    It does not describe `!include`: configure the tag in the editor (`yaml.customTags: ["!include mapping"]`).
+    The schema does not describe `!include`. Configure the tag in the editor (`yaml.customTags: ["!include mapping"]`).
     """
     schema = root.model_json_schema()
     defaults = {model.__name__: model for model in _collect_models(root, set())}
@@ -29,7 +29,7 @@ def json_schema(root: type[Config]) -> JsonSchemaValue:
 
 
 def _write_defaults(schema: JsonSchemaValue, model: type[BaseModel]) -> None:
-    """Replaces pydantic's defaults by their YAML form, which a serializer may change."""
+    """Replaces pydantic's defaults by their YAML form, which may differ if there is a serializer."""
     for name, info in model.model_fields.items():
         default = info.get_default(call_default_factory=False)
         shown = schema.get("properties", {}).get(name)
@@ -40,7 +40,7 @@ def _write_defaults(schema: JsonSchemaValue, model: type[BaseModel]) -> None:
 
 
 def _write_foreign_keys(schema: JsonSchemaValue, model: type[BaseModel]) -> None:
-    """Adds foreign keys the loader accepts, marked as deprecated."""
+    """Adds the foreign keys that the loader accepts, marked as deprecated."""
     if not issubclass(model, Config):
         return
     keys = schema.setdefault("properties", {})
@@ -52,7 +52,7 @@ def _write_foreign_keys(schema: JsonSchemaValue, model: type[BaseModel]) -> None
 
 
 def _collect_models(annotation: object, visited: set[type[BaseModel]]) -> set[type[BaseModel]]:
-    """All configuration classes reachable from an annotation."""
+    """Returns all configuration classes that are reachable from an annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel) and annotation not in visited:
         visited.add(annotation)
         for info in annotation.model_fields.values():

@@ -1,4 +1,4 @@
-"""Value types: the values an annotation of a configuration class allows."""
+"""Value types, which describe the values that an annotation of a configuration class allows."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _MAPPINGS = (dict, collections.abc.Mapping)
 
 @dataclass(frozen=True)
 class ValueType:
-    """The kind of value allowed at a node, or several kinds (`alternatives`)."""
+    """The kind of value that is allowed at a node, or several kinds (`alternatives`)."""
 
     kind: Literal["model", "list", "mapping", "scalar", "union"]
     annotation: object = None
     models: tuple[type[BaseModel], ...] = ()
-    """The classes of a block; several classes are distinguished by `type`."""
+    """The classes of a block. Several classes are distinguished by `type`."""
     inner: object = None
     """The annotation of a list's items or of a mapping's values."""
     items: tuple[object, ...] = ()
-    """The annotations of a fixed-length list, one per item."""
+    """The annotations of the items of a fixed-length list."""
     has_names: bool = False
-    """True if the keys of a mapping are of a name type (`Name`), not arbitrary text."""
+    """True if the keys of a mapping have a name type (`Name`), rather than being arbitrary text."""
     alternatives: tuple[ValueType, ...] = ()
     """The members of a union without `type`, which pydantic tries in order."""
     nullable: bool = False
@@ -39,11 +39,11 @@ class ValueType:
         return self.alternatives or (self,)
 
     def find_alternative(self, kind: str) -> ValueType | None:
-        """The alternative of a kind, or None."""
+        """Returns the alternative of a kind, or None."""
         return next((value_type for value_type in self.alternatives_or_self() if value_type.kind == kind), None)
 
     def alternative_for_label(self, label: str) -> ValueType:
-        """The alternative named `label` by pydantic in an error location."""
+        """Returns the alternative that pydantic names `label` in an error location."""
         # A validator of a union member wraps its name, as in `function-after[_check_phases(), tuple[IntPhase, ...]]`.
         core = label
         while wrapped := re.fullmatch(r"function-\w+\[[^,]*, (.*)\]", core):
@@ -52,7 +52,7 @@ class ValueType:
         return next((value_type for value_type in self.alternatives if value_type.is_called(head)), ValueType("scalar"))
 
     def is_called(self, name: str) -> bool:
-        """True if pydantic may use `name` for this value type in a union; scalars have many names."""
+        """Returns True if pydantic may use `name` for this value type in a union. Scalars have many names."""
         if self.kind == "model":
             return name in ("tagged-union", "union", *(model.__name__ for model in self.models))
         if self.kind == "list":
@@ -60,17 +60,17 @@ class ValueType:
         return self.kind == "mapping" and name == "dict"
 
     def may_hold_secrets(self) -> bool:
-        """True unless the keys of a block are names of sets, axes and the like."""
+        """Returns True unless the keys of a block are names, for example of sets or axes."""
         free = self.find_alternative("mapping")
         values = value_type_of(free.inner).alternatives_or_self() if free else ()
         return not free or not (free.has_names or all(v.annotation not in (str, Any) for v in values))
 
     def is_number(self) -> bool:
-        """True if only numbers are allowed."""
+        """Returns True if only numbers are allowed."""
         return all(value_type.annotation in (int, float) for value_type in self.alternatives_or_self())
 
     def takes_as_text(self, value: object) -> bool:
-        """True if text is allowed, but no value like `value`."""
+        """Returns True if text is allowed, but no value of the kind of `value`."""
         if isinstance(value, dict | list):
             return all(value_type.annotation is str for value_type in self.alternatives_or_self())
         scalars = [value_type.annotation for value_type in self.alternatives_or_self() if value_type.kind == "scalar"]
@@ -78,13 +78,13 @@ class ValueType:
 
 
 def value_type_of_field(field: FieldInfo) -> ValueType:
-    """The value type of a class's field."""
+    """Returns the value type of a field of a class."""
     # pydantic stores a field's discriminator separately from its annotation.
     return _tagged_union_value_type(field.annotation) if field.discriminator else value_type_of(field.annotation)
 
 
 def value_type_of(annotation: object) -> ValueType:
-    """The value type of an annotation."""
+    """Returns the value type of an annotation."""
     if is_model(annotation):
         return ValueType("model", annotation, (annotation,))
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -105,12 +105,12 @@ def value_type_of(annotation: object) -> ValueType:
 
 
 def is_model(annotation: object) -> TypeGuard[type[BaseModel]]:
-    """True if an annotation is the class of a block."""
+    """Returns True if an annotation is the class of a block."""
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def type_tags(model: type[BaseModel]) -> tuple[str, ...]:
-    """The values of `type` that select a class; () without a `type` field."""
+    """Returns the values of `type` that select a class; () if the class has no `type` field."""
     field = model.model_fields.get("type")
     return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
 
@@ -120,7 +120,7 @@ def _has_discriminator(metadata: tuple[object, ...]) -> bool:
 
 
 def _union_value_type(annotation: object) -> ValueType:
-    """The value type of a union whose members pydantic tries in order."""
+    """Returns the value type of a union whose members pydantic tries in order."""
     members, nullable = _union_members(annotation)
     value_types = tuple(map(value_type_of, members))
     one = value_types[0] if len(value_types) == 1 else ValueType("union", annotation, alternatives=value_types)
@@ -128,13 +128,13 @@ def _union_value_type(annotation: object) -> ValueType:
 
 
 def _tagged_union_value_type(annotation: object) -> ValueType:
-    """The value type of a union discriminated by `type`; it may have only one member."""
+    """Returns the value type of a union discriminated by `type`, which may have only one member."""
     members, nullable = _union_members(annotation) if get_origin(annotation) in _UNIONS else ((annotation,), False)
     models = tuple(model for member in members for model in value_type_of(member).models)
     return ValueType("model", annotation, models, nullable=nullable, tagged=True)
 
 
 def _union_members(union: object) -> tuple[tuple[object, ...], bool]:
-    """The members of a union except None, and True if None is a member."""
+    """Returns the members of a union except None, and True if None is a member."""
     members = tuple(member for member in get_args(union) if member is not type(None))
     return members, len(members) < len(get_args(union))

@@ -1,4 +1,4 @@
-"""Reader of YAML files: plain data with the position of each value, with `!include` resolved."""
+"""Reads YAML files as plain data with the position of each value, and resolves `!include`."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from lm_trainer.config.yaml_syntax import (
 )
 from lm_trainer.core.files import expand_home, shell_variable_problem
 
-# Larger than any configuration: a data file passed by mistake must not be read in full.
+# Larger than any configuration, so that a data file passed by mistake is not read in full.
 MAX_BYTES = 4 << 20
 MAX_VALUES = 50_000
-"""More values than any configuration has: a few nested aliases can expand to billions."""
+"""More values than any configuration has, since a few nested aliases can expand to billions."""
 MAX_FILES = 200
 MAX_DEPTH = 50
 
 
 def read_file(path: Path) -> Document:
-    """Reads a file and its includes. Records problems; after a fatal one, the document has no data."""
+    """Reads a file and its includes, and records problems. After a fatal problem, the document has no data."""
     document = Document()
     try:
         data = _Builder(document).build_file(path, (), ())
@@ -51,10 +51,10 @@ def read_file(path: Path) -> Document:
 
 
 def parse_override_value(text: str, path: KeyPath, origin: Origin) -> JsonValue:
-    """Parses the value of an override; included files are relative to the working directory.
+    """Parses the value of an override. Included files are relative to the working directory.
 
     Raises:
-        ValueError: for text that is not YAML, or an invalid value.
+        ValueError: if the text is not YAML, or the value is invalid.
     """
     try:
         root = compose(text)
@@ -73,18 +73,18 @@ def parse_override_value(text: str, path: KeyPath, origin: Origin) -> JsonValue:
 
 
 class _TooLarge(Exception):
-    """The input is larger than any configuration; the problem has been recorded."""
+    """The input is larger than any configuration. The problem has already been recorded."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A file being read, or an override."""
+    """A file that is being read, or an override."""
 
     path: Path
     override: Origin | None = None
     number: int = 0
     including: tuple[Path, ...] = ()
-    """The chain of including files, and this one."""
+    """The chain of including files, including this file."""
 
     def locate(self, line: int, column: int) -> Origin:
         return self.override or Origin((self.number, line, column), f"{self.path}:{line}:{column}")
@@ -98,8 +98,8 @@ class _Builder:
 
     Attributes:
         files: number of files read.
-        values: number of values so far, counting values of aliases each time.
-        open: ids of the nodes around the current one, outermost first.
+        values: number of values so far. Values of an alias count at each of its uses.
+        open: ids of the nodes that enclose the current node, outermost first.
     """
 
     def __init__(self, document: Document):
@@ -134,14 +134,14 @@ class _Builder:
         self.document.unreadable.add(key_path)
 
     def build_node(self, node: Node, key_path: KeyPath, source: _Source) -> JsonValue:
-        """The plain data of a node; None, and a recorded problem, if it is invalid."""
+        """Returns the plain data of a node. If it is invalid, records a problem and returns None."""
         origin = source.origin(node)
         self.document.values[key_path] = origin
         self.values += 1
         if self.values > MAX_VALUES:
             self.document.problems.append(Problem(origin, f"more than {MAX_VALUES} values, counting those of aliases"))
             raise _TooLarge
-        # Every alias is the same node object, so a recursive one would never end.
+        # Every alias is the same node object, so a recursive alias would never end.
         if id(node) in self.open:
             return self._reject(origin, "this alias contains itself", key_path)
         if len(self.open) >= MAX_DEPTH:
@@ -173,7 +173,7 @@ class _Builder:
         own_entries: dict[str, tuple[Node, Node]] = {}
         for key_node, value_node in node.value:
             if key_node.tag == MERGE and explicit_tag(key_node) is None:
-                # Merges nodes, not values: a key written here must not be built from the merged one.
+                # Merges nodes, not values, because a key written here must not be built from the merged key.
                 for key, pair in self._collect_merged_keys(value_node, key_path, source).items():
                     merged.setdefault(key, pair)
                 continue
@@ -195,7 +195,7 @@ class _Builder:
         self.document.unreadable.add(key_path)
 
     def _key_text(self, node: Node, source: _Source) -> str | None:
-        """The text of a key; None, and a recorded problem, if it is not text."""
+        """Returns the text of a key. If it is not text, records a problem and returns None."""
         if isinstance(node, ScalarNode) and explicit_tag(node) is None:
             with contextlib.suppress(ValueError):
                 value = parse_scalar(node)
@@ -207,7 +207,7 @@ class _Builder:
         return None
 
     def _collect_merged_keys(self, node: Node, key_path: KeyPath, source: _Source) -> dict[str, tuple[Node, Node]]:
-        """The keys merged by `<<:`, from one mapping or a list of mappings, of which the first wins."""
+        """Returns the keys that `<<:` merges from one mapping or from a list of mappings, of which the first wins."""
         if explicit_tag(node) == INCLUDE:
             self._add_problem(
                 node, source, key_path, f"{INCLUDE} cannot be merged with `<<`; include the value of a key instead"
@@ -239,7 +239,7 @@ class _Builder:
             raise ValueError(f"cannot include {name}: only local files can be included")
         if problem := shell_variable_problem(name):
             raise ValueError(problem)
-        # Normalised as text: messages show `b.yaml`, not `conf/../b.yaml`.
+        # Normalised as text, so that messages show `b.yaml`, not `conf/../b.yaml`.
         path = Path(os.path.normpath(source.path.parent / expand_home(name.strip())))
         if _resolve_links(path) in source.including:
             chain = " -> ".join(p.name for p in (*source.including, path))
@@ -251,7 +251,7 @@ class _Builder:
             value = self.build_file(path, key_path, source.including)
         except ValueError as error:
             raise ValueError(f"cannot include {path}: {error}") from None
-        # Already set by the root of the included file, unless the file could not be read.
+        # The root of the included file has already set this, unless the file could not be read.
         self.document.values.setdefault(key_path, origin)
         return value
 
@@ -261,10 +261,10 @@ def _resolve_links(path: Path) -> Path:
 
 
 def _read_file_text(path: Path, including: Sequence[Path]) -> str:
-    """Reads the text of a file; the files in `including` led to it.
+    """Reads the text of a file. `including` is the chain of files that include it.
 
     Raises:
-        ValueError: with the reason why it cannot be read, and advice.
+        ValueError: if the file cannot be read; gives the reason and a remedy.
     """
     try:
         if path.is_dir():
@@ -304,7 +304,7 @@ def _suggest_similar_file(path: Path, including: Sequence[Path]) -> str:
 
 
 def _describe_syntax_error(error: Exception, text: str) -> tuple[int, int, str]:
-    """Line, column and message of an error that stopped the parser."""
+    """Returns the line, the column and the message of an error that stopped the parser."""
     if isinstance(error, RecursionError):
         return 1, 1, f"nested more than {MAX_DEPTH} levels deep"
     if isinstance(error, yaml.reader.ReaderError):
@@ -312,7 +312,7 @@ def _describe_syntax_error(error: Exception, text: str) -> tuple[int, int, str]:
         line, column = preceding.count("\n") + 1, error.position - (preceding.rfind("\n") + 1) + 1
         return line, column, f"the character #x{ord(text[error.position]):04x} is not allowed in YAML"
     assert isinstance(error, yaml.MarkedYAMLError)
-    # PyYAML's messages for the two most common mistakes are unclear.
+    # PyYAML's messages about the two most common mistakes are unclear.
     mark = error.problem_mark or error.context_mark
     message = str(error.problem or error.context)
     if "'\\t'" in message:

@@ -1,6 +1,7 @@
-"""The YAML dialect of configurations: numbers and booleans of YAML 1.2; all other plain scalars are text.
+"""The YAML dialect of configurations. Numbers and booleans follow YAML 1.2, and all other plain scalars are text.
 
-PyYAML follows YAML 1.1, in which `6E-4` is text, `on` a boolean, `010` eight, `12:30:00` a number, `2026-01-01` a date.
+PyYAML follows YAML 1.1, in which `6E-4` is text, `on` is a boolean, `010` is eight, `12:30:00` is a number, and
+`2026-01-01` is a date.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _LEADING_ZERO = "leading-zero"
 _DEEP = re.compile(r"(?:[\[{]\s*){100}")
 
 _DIGITS = r"\d+(?:_\d+)*"
-# Tag, pattern and possible first characters of each kind, tried in order; all other scalars are text.
+# Tag, pattern and possible first characters of each kind, which are tried in order. All other scalars are text.
 _PLAIN_SCALARS = (
     (_NULL, r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     (_BOOL, r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -37,12 +38,12 @@ _PLAIN_SCALARS = (
 
 
 class NodeLoader(yaml.SafeLoader):
-    """Composes nodes, each with `explicit_tag`: the tag in the text, or None.
+    """Composes nodes, each of which has as `explicit_tag` the tag in the text, or None.
 
-    It does not construct objects; the caller interprets tags.
+    It does not construct objects, since the caller interprets tags.
     """
 
-    # PyYAML adds to the class's table: without a new table, the YAML 1.1 resolvers would remain.
+    # PyYAML adds resolvers to the class's table. Without a new table, the YAML 1.1 resolvers would remain.
     yaml_implicit_resolvers = {}
 
     def _set_explicit_tag(self, node: Node, tag: str | None) -> Node:
@@ -72,12 +73,12 @@ class _PlainDumper(yaml.SafeDumper):
     yaml_implicit_resolvers = NodeLoader.yaml_implicit_resolvers
 
     def ignore_aliases(self, data: object) -> bool:
-        # Writes equal values twice: anchors (`&id001`) would confuse readers.
+        # Writes equal values twice, because anchors (`&id001`) would confuse readers.
         del data
         return True
 
     def represent_text(self, data: str) -> Node:
-        # Unprintable text needs a style, or it would be folded over several lines.
+        # Unprintable text needs a style, because it would otherwise be folded over several lines.
         return self.represent_scalar(_STR, data, style=None if data.isprintable() else '"')
 
 
@@ -85,11 +86,11 @@ _PlainDumper.add_representer(str, _PlainDumper.represent_text)
 
 
 def compose(text: str) -> Node | None:
-    """Parses a text with at most one document into its root node; None for an empty one.
+    """Parses a text with at most one document, and returns the root node; None if the document is empty.
 
     Raises:
-        yaml.YAMLError: for text that is not YAML.
-        RecursionError: for text nested too deeply.
+        yaml.YAMLError: if the text is not YAML.
+        RecursionError: if the text is nested too deeply.
     """
     check_depth(text)
     loader = NodeLoader(text)
@@ -100,21 +101,21 @@ def compose(text: str) -> Node | None:
 
 
 def check_depth(text: str) -> None:
-    """Raises RecursionError for text that opens a hundred lists or blocks at once, which takes PyYAML seconds."""
+    """Raises RecursionError if a hundred lists or blocks are open at once, which PyYAML takes seconds to read."""
     if _DEEP.search(text):
         raise RecursionError("nested too deeply")
 
 
 def explicit_tag(node: Node) -> str | None:
-    """The tag in the text (`!include`, `!!str` in its long form), or None."""
+    """Returns the tag of a node in the text (`!include`, or `!!str` in its long form), or None."""
     return getattr(node, "explicit_tag", None)
 
 
 def parse_scalar(node: ScalarNode) -> str | int | float | bool | None:
-    """Converts a scalar without explicit tag to its value.
+    """Converts a scalar without an explicit tag to its value.
 
     Raises:
-        ValueError: for a number with a leading zero.
+        ValueError: if a number has a leading zero.
     """
     text = node.value
     if node.tag == _NULL:
@@ -132,7 +133,7 @@ def parse_scalar(node: ScalarNode) -> str | int | float | bool | None:
 
 
 def to_flow_yaml(value: object) -> str:
-    """Writes plain data as YAML on one line; `compose` reads it back as the same data."""
+    """Writes plain data as YAML on one line, from which `compose` reads the same data."""
     text = yaml.dump(
         value, Dumper=_PlainDumper, default_flow_style=True, allow_unicode=True, sort_keys=False, width=sys.maxsize
     )

@@ -1,1 +1,1 @@
-"""Values and helpers used by every other package, with no knowledge of language models."""
+"""Values and helpers that every other package uses. They know nothing about language models."""

@@ -1,4 +1,4 @@
-"""The batch: the data structure passed from the loader through the training step into the model.
+"""The batch, which is the data structure that the loader passes through the training step to the model.
 
 Shape letters: B rows (examples), S positions in a row, F frames of audio, M mel channels.
 """
@@ -22,13 +22,13 @@ class Batch(NamedTuple):
     tokens: Array
     """int32 [B, S]: the inputs."""
     targets: Array
-    """int32 [B, S]: the token following each input."""
+    """int32 [B, S]: the token that follows each input."""
     weights: Array
     """float32 [B, S]: 1 where the target counts in the loss, 0 for padding and across document ends."""
     positions: Array
     """int32 [B, S]: position within the document, from 0."""
     segments: Array
-    """int32 [B, S]: index of the document within the row; attention never crosses segments. -1 is padding."""
+    """int32 [B, S]: index of the document within the row. Attention never crosses segments. -1 is padding."""
     features: Array | None = None
-    """float32 [B, F, M]: the log-mel spectrogram fed to an audio encoder; None for text-only rows, whose programs have
-    no such argument. Code iterating over the arrays of a batch uses `jax.tree.map`, which skips None."""
+    """float32 [B, F, M]: the log-mel spectrogram for an audio encoder; None for text-only rows, whose programs have no
+    such argument. Code that iterates over the arrays of a batch uses `jax.tree.map`, which skips None."""

@@ -1,4 +1,4 @@
-"""Explicit broadcasting: the tests refuse implicit rank promotion."""
+"""Explicit broadcasting, since the tests refuse implicit rank promotion."""
 
 from __future__ import annotations
 

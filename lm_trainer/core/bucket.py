@@ -1,4 +1,4 @@
-"""Directories in object storage, and error messages with a remedy for failed requests."""
+"""Directories in object storage, and error messages that give a remedy for failed requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lm_trainer.core.safe_names import check_relative_path
 _PROBE_SECONDS = 10.0
 _FEW_RETRIES = {"max_retries": 4, "initial_delay": "200ms", "max_delay": "1s"}
 _MAX_REASON_CHARS = 300
-"""Maximum number of characters quoted from an error."""
+"""Maximum number of characters to quote from an error."""
 
 _RESPONSE_DETAILS = re.compile(r" \[(http_response|x-amz|tensorstore_spec).*", re.DOTALL)
 _DENIED = re.compile(
@@ -61,24 +61,24 @@ def _profile_endpoint() -> str | None:
 
 def _gcs_spec(bucket: str, path: str) -> dict[str, Any]:
     if emulator := os.environ.get("STORAGE_EMULATOR_HOST"):
-        # Google's libraries read STORAGE_EMULATOR_HOST; TensorStore has its own variable.
+        # Google's libraries read STORAGE_EMULATOR_HOST, but TensorStore has its own variable.
         url = emulator if "://" in emulator else f"http://{emulator}"
         os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", url.rstrip("/"))
     if "TENSORSTORE_GCS_HTTP_URL" in os.environ and "GOOGLE_APPLICATION_CREDENTIALS" not in os.environ:
-        # An emulator accepts any token; without one, TensorStore queries the metadata server of a cloud machine.
+        # An emulator accepts any token. Without a token, TensorStore queries the metadata server of a cloud machine.
         os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
     return {"driver": "gcs", "bucket": bucket, "path": path}
 
 
 SCHEMES: dict[str, Callable[[str, str], dict[str, Any]]] = {"gs": _gcs_spec, "s3": _s3_spec}
-"""URL scheme -> function from bucket and prefix to TensorStore's specification."""
+"""Maps a URL scheme to a function from bucket and prefix to TensorStore's specification."""
 
 STORAGE_SCHEMES = (*SCHEMES, "file")
-"""URL schemes accepted for the locations of runs, checkpoints and exports."""
+"""URL schemes that are accepted for the locations of runs, checkpoints and exports."""
 
 
 class Bucket(KeyValues):
-    """A directory in object storage; see `KeyValues` for reading and writing.
+    """A directory in object storage. See `KeyValues` for reading and writing.
 
     Args:
         url: `gs://BUCKET/PREFIX` or `s3://BUCKET/PREFIX`.
@@ -119,13 +119,13 @@ class Bucket(KeyValues):
 
     @property
     def parent(self) -> Bucket:
-        """The parent directory; the bucket itself has none."""
+        """The parent directory. The bucket itself has none."""
         if not self.path:
             raise ValueError(f"{self} has no parent")
         return Bucket(f"{self.scheme}://{self.bucket}/{'/'.join(self.path.split('/')[:-1])}")
 
     def spec(self, key: str = "") -> dict[str, Any]:
-        """TensorStore's specification of the keys below `key`."""
+        """Returns TensorStore's specification of the keys below `key`."""
         return SCHEMES[self.scheme](self.bucket, self.prefix + (f"{key}/" if key else ""))
 
     @property
@@ -139,7 +139,7 @@ class Bucket(KeyValues):
         return f"{self.path}/" if self.path else ""
 
     def delete_below(self, key: str, *, seconds: float | None = None) -> None:
-        """Deletes every object below a key; `seconds` is the deadline of each request."""
+        """Deletes every object below a key. `seconds` is the deadline of each request."""
         self.delete(*(f"{key}/{name}" for name in self.list(key, seconds=seconds)), seconds=seconds)
 
     def check_writable(self, setting: str) -> None:
@@ -149,7 +149,7 @@ class Bucket(KeyValues):
             setting: the name of the setting with which the user can choose another location.
 
         Raises:
-            UserError: if they cannot, for example because the bucket does not exist.
+            UserError: if one of these fails, for example because the bucket does not exist.
         """
         try:
             self.check_access()
@@ -157,10 +157,13 @@ class Bucket(KeyValues):
             raise UserError(f"{error}; or choose another place with {setting}") from None
 
     def check_access(self) -> None:
-        """Raises `MachineError` with the reason, within seconds, unless objects can be written and deleted."""
+        """Checks within seconds that objects can be written and deleted.
+
+        Raises `MachineError` with the reason if not.
+        """
         key = f".probe/{os.getpid()}-{time.time_ns()}"
         bucket = Bucket(str(self))
-        # Few retries, so that the server's refusal is reported soon.
+        # Only a few retries, so that the server's refusal is reported soon.
         bucket._kv = bucket._open(
             tensorstore_context(gcs_request_retries=_FEW_RETRIES, s3_request_retries=_FEW_RETRIES)
         )
@@ -170,7 +173,7 @@ class Bucket(KeyValues):
         bucket.delete(key, seconds=_PROBE_SECONDS)
 
     def failure_reason(self, error: Exception, seconds: float) -> str:
-        """Returns the reason of a failed request, with a remedy."""
+        """Returns the reason why a request failed, with a remedy."""
         return explain_failed_request(error, self, seconds)
 
     def request_error(self, verb: str, key: str, error: Exception, seconds: float) -> MachineError:
@@ -183,7 +186,7 @@ StoragePath = Path | Bucket
 
 
 def storage_path(path: str | os.PathLike[str]) -> StoragePath:
-    """Returns the directory for a path (`~` is expanded) or for a URL with one of the schemes `PLACES`."""
+    """Returns the directory for a path (`~` is expanded) or for a URL with one of the `STORAGE_SCHEMES`."""
     text = os.fspath(path)
     scheme, separator, location = text.partition("://")
     if not separator:
@@ -199,7 +202,7 @@ def is_bucket(path: str | os.PathLike[str]) -> bool:
 
 
 def read_json(directory: Bucket, key: str) -> dict[str, Any]:
-    """Reads a JSON object from storage; returns an empty dict if the key does not exist.
+    """Reads a JSON object from storage. Returns an empty dict if the key does not exist.
 
     Raises:
         MachineError: if the content is not a JSON object.

@@ -1,4 +1,4 @@
-"""Copying files of any size between this machine and object storage."""
+"""Copies files of any size between this machine and object storage."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from lm_trainer.core.errors import MachineError, UserError, translate_disk_error
 from lm_trainer.core.safe_names import path_inside
 
 _MAX_PUT = {"s3": 5 * 2**30}
-"""URL scheme -> bytes of the largest object the protocol accepts in one request."""
+"""Maps a URL scheme to the size in bytes of the largest object that the protocol accepts in one request."""
 _PART_BYTES = 64 << 20
-"""Bytes per part of a large file. S3 accepts 10,000 parts, which makes 625 GiB."""
+"""Number of bytes per part of a large file. S3 accepts 10,000 parts, which allows 625 GiB."""
 
 
 def download_objects(directory: Bucket, keys: Iterable[str], to: Path, sizes: Mapping[str, int] | None = None) -> None:
-    """Copies objects into a local directory, each under its key; missing objects are skipped.
+    """Copies objects into a local directory, each under its key. Missing objects are skipped.
 
     Args:
         directory: the directory in object storage.
-        keys: keys of the objects, relative to it.
+        keys: keys of the objects, relative to `directory`.
         to: the local directory.
-        sizes: sizes in bytes of objects that may be large; these are read in parts.
+        sizes: sizes in bytes of objects that may be large, which are read in parts.
 
     Raises:
-        UserError: for a key leading out of the local directory, before anything is copied.
-        MachineError: if the server is unreachable or refuses, an object is deleted while it is read, or the file cannot
-            be written.
+        UserError: if a key leads out of the local directory. Raised before anything is copied.
+        MachineError: if the server is unreachable or refuses the request, an object is deleted while it is read, or the
+            file cannot be written.
     """
-    # Bucket consoles mark a folder by an empty object with a key ending in a slash.
+    # Bucket consoles mark a folder by an empty object whose key ends in a slash.
     files = {key: path_inside(to, key, directory) for key in keys if not key.endswith("/")}
     for key, file in files.items():
         try:
@@ -60,11 +60,12 @@ def _download_object(directory: Bucket, key: str, file: Path, size: int) -> None
 
 
 def upload_directory(source: Path, directory: Bucket) -> None:
-    """Uploads every file below a local directory under its relative path.
+    """Uploads every file below a local directory, each under its relative path.
 
     Raises:
-        UserError: if a file needs a multipart upload and the package for it is missing, before anything is copied.
-        MachineError: if the server is unreachable or refuses.
+        UserError: if a file needs a multipart upload and the package for it is missing. Raised before anything is
+            copied.
+        MachineError: if the server is unreachable or refuses the request.
     """
     files = {file.relative_to(source).as_posix(): file for file in sorted(source.rglob("*")) if file.is_file()}
     sizes = {key: file.stat().st_size for key, file in files.items()}
@@ -105,7 +106,7 @@ def _multipart_writer(directory: Bucket, key: str, size: int) -> Callable[[str, 
 
 @contextlib.contextmanager
 def staging_directory(directory: StoragePath) -> Iterator[Path]:
-    """Yields a local directory to write files into; they are uploaded on exit if `directory` is in a bucket."""
+    """Yields a local directory to write files into. On exit, they are uploaded if `directory` is in a bucket."""
     if isinstance(directory, Path):
         yield directory
         return
@@ -115,10 +116,10 @@ def staging_directory(directory: StoragePath) -> Iterator[Path]:
 
 
 def local_copy(directory: StoragePath, *keys: str, sizes: Mapping[str, int] | None = None) -> Path:
-    """Returns a local directory with these keys of `directory` and everything below them.
+    """Returns a local directory that contains these keys of `directory` and everything below them.
 
     A local `directory` is returned unchanged. A downloaded copy is removed when the process ends. The keys of `sizes`
-    are copied too; see `download_objects`.
+    are also copied; see `download_objects`.
     """
     if isinstance(directory, Path):
         return directory

@@ -1,4 +1,4 @@
-"""The base class of all configuration models, and the value types users write in YAML."""
+"""The base class of all configuration models, and the types of values that users write in YAML."""
 
 import os
 import re
@@ -30,21 +30,21 @@ from lm_trainer.core.files import HUB_NAME, path_problem
 
 @dataclass(frozen=True)
 class IgnoredKey:
-    """Reason why a key has no effect, and the values it may have; None means all values."""
+    """The reason why a key has no effect, and the values that it may have; None means all values."""
 
     reason: str
     values: tuple[Any, ...] | None = None
 
 
 def _raise_unknown_attribute(config: type, name: str) -> None:
-    """Raises AttributeError with the replacement, for a name known from other frameworks."""
+    """Raises AttributeError with the replacement if the name is known from other frameworks."""
     for base in config.__mro__:
         if name in base.__dict__.get("absent", {}):
             raise AttributeError(f"there is no {config.__name__}.{name}: {base.__dict__['absent'][name]}")
 
 
 class _ConfigType(type(BaseModel)):
-    """Metaclass, so that absent methods are explained when accessed on the class too."""
+    """Metaclass with which absent methods are also explained when they are accessed on the class."""
 
     if not TYPE_CHECKING:
 
@@ -54,11 +54,11 @@ class _ConfigType(type(BaseModel)):
 
 
 class Config(BaseModel, metaclass=_ConfigType):
-    """Base of frozen configuration values; an unknown key is an error, never ignored."""
+    """Base of frozen configuration values. An unknown key is an error, and is never ignored."""
 
     model_config = ConfigDict(
         frozen=True,
-        # Otherwise a misspelt key would silently leave the default in effect.
+        # Otherwise, a misspelt key would silently leave the default in effect.
         extra="forbid",
         # The input may be long or contain a secret; `lm_trainer.config.explain` shows the relevant part.
         hide_input_in_errors=True,
@@ -71,28 +71,29 @@ class Config(BaseModel, metaclass=_ConfigType):
     )
 
     refused_keys: ClassVar[Mapping[str, str]] = {}
-    """Keys of other frameworks refused here -> the reason or the replacement."""
+    """Maps keys of other frameworks that are refused here to the reason or the replacement."""
     ignored_keys: ClassVar[Mapping[str, IgnoredKey]] = {}
-    """Keys of other frameworks accepted without effect, with a note; values other than the listed ones are refused."""
+    """Keys of other frameworks that are accepted with a note but have no effect. Values that are not listed are
+    refused."""
     renamed_keys: ClassVar[Mapping[str, str]] = {}
-    """Keys of other frameworks -> the equivalent key here; reported in a note."""
+    """Maps keys of other frameworks to the equivalent key here, which a note reports."""
 
     respelt_keys: ClassVar[Mapping[str, Mapping[Any, tuple[str, Any]]]] = {}
-    """Keys of other frameworks -> value -> the equivalent (key, value) here."""
+    """Maps keys of other frameworks and their values to the equivalent (key, value) here."""
 
     replaced_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Keys -> other keys of the file that an override of the key replaces; a key of another framework replaces them
-    also from the file. Replaced keys are dropped with a note."""
+    """Maps keys to other keys of the file that an override of the key replaces. A key of another framework also
+    replaces them if it is in the file. Replaced keys are dropped with a note."""
 
     refused_types: ClassVar[Mapping[str, str]] = {}
-    """Values of `type` known from other frameworks and missing in unions with this class -> the reason or the
+    """Maps values of `type` that other frameworks have but unions with this class do not to the reason or the
     replacement."""
 
     absent: ClassVar[Mapping[str, str]] = {
         "default_choice_name": "it is the default of the field `type`",
     }
-    """Methods and properties of other frameworks' configurations, missing here -> the replacement. Subclasses inherit
-    the entries of their bases."""
+    """Maps methods and properties that only other frameworks' configurations have to the replacement. Subclasses
+    inherit the entries of their bases."""
 
     # Hidden from type checkers, which would otherwise accept any attribute.
     if not TYPE_CHECKING:
@@ -112,7 +113,7 @@ class Config(BaseModel, metaclass=_ConfigType):
         return json_schema
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Copies as pydantic does, without cached values (`cached_property`) computed from the old fields."""
+        """Copies as pydantic does, but drops cached values (`cached_property`) that depend on the old fields."""
         copy = super().model_copy(update=update, deep=deep)
         for name in vars(copy).keys() - type(self).model_fields.keys():
             del vars(copy)[name]
@@ -120,18 +121,21 @@ class Config(BaseModel, metaclass=_ConfigType):
 
     @property
     def changed_fields(self) -> set[str]:
-        """Keys with a value other than the default; unlike `model_fields_set`, the same after writing and reading."""
+        """Keys whose value differs from the default.
+
+        Unlike `model_fields_set`, it is the same after writing and reading.
+        """
         fields = type(self).model_fields.items()
         return {name for name, field in fields if getattr(self, name) != field.get_default(call_default_factory=True)}
 
 
 def or_instance_of(base: type[Config]) -> WrapValidator:
-    """Accepts instances of `base` made in Python unchanged, and validates other values by the annotation."""
+    """Accepts instances of `base` that were made in Python unchanged, and validates other values by the annotation."""
     return WrapValidator(lambda value, validate: value if isinstance(value, base) else validate(value))
 
 
 Name = Annotated[str, "name"]
-"""A key of a mapping that is a name, such as an axis: `token` is not treated as a secret here."""
+"""A key of a mapping that is a name, such as the name of an axis, so that `token` is not treated as a secret here."""
 
 _UNIT_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _DURATION_PATTERN = (
@@ -143,10 +147,10 @@ _DURATION = re.compile(r"(?:(\d+)w)?(?:(\d+)d)?(?:(\d+)hr?)?(?:(\d+)m)?(?:(\d+(?
 
 
 def parse_duration(value: Any) -> timedelta:
-    """Reads `15m`, `1h30m`, `90s`, `0.5h`, `2d`, `1w2d` or `172 hr`.
+    """Parses a duration such as `15m`, `1h30m`, `90s`, `0.5h`, `2d`, `1w2d` or `172 hr`.
 
     Raises:
-        ValueError: for a bare number (its unit would be a guess) or anything else.
+        ValueError: if the value is a bare number, whose unit would be a guess, or anything else.
     """
     if isinstance(value, timedelta):
         return value
@@ -164,7 +168,7 @@ def parse_duration(value: Any) -> timedelta:
 
 
 def _to_duration_text(value: Any) -> str:
-    """Converts other notations, `2 days, 4:13:02` and `+32 m 1 s`, to a duration; empty for anything else."""
+    """Converts the notations `2 days, 4:13:02` and `+32 m 1 s` to the text of a duration; empty for anything else."""
     if not isinstance(value, str):
         return ""
     if clock := _CLOCK.fullmatch(value.strip()):
@@ -176,7 +180,7 @@ def _to_duration_text(value: Any) -> str:
 
 
 def format_duration(value: timedelta) -> str:
-    """Formats a duration as a short text; `parse_duration` restores the same duration."""
+    """Formats a duration as a short text, from which `parse_duration` restores the same duration."""
     seconds = value.total_seconds()
     for unit in ("d", "h", "m"):
         if seconds and seconds % _UNIT_SECONDS[unit] == 0:
@@ -204,20 +208,20 @@ PositiveDuration = Annotated[Duration, AfterValidator(_check_positive)]
 
 
 def resolve_steps(value: float, total: int) -> int:
-    """Converts a fraction of `total` steps (a float up to 1.0) or a number of steps into a number of steps.
+    """Converts a fraction of `total` steps (a float up to 1.0), or a number of steps, to a number of steps.
 
-    An `int` is always a number of steps; a `float` up to 1.0 is a fraction, evaluated in decimal and rounded down:
-    0.29 of 100 steps is 29.
+    An `int` is always a number of steps. A `float` up to 1.0 is a fraction, which is evaluated in decimal and rounded
+    down, so that 0.29 of 100 steps is 29.
 
     Raises:
-        ValueError: for a negative value or a fractional number of steps above 1.
+        ValueError: if the value is negative, or is above 1 and not a whole number.
     """
     if value < 0:
         raise ValueError(f"expected a fraction or a number of steps, got {value}")
     if isinstance(value, int):
         return value
     if value <= 1.0:
-        # In decimal: in binary, 0.29 * 100 is 28.999999999999996.
+        # Computed in decimal, because in binary, 0.29 * 100 is 28.999999999999996.
         return int(Decimal(repr(float(value))) * total)
     if value != int(value):
         raise ValueError(f"{value} is neither a fraction (at most 1.0) nor a whole number of steps")
@@ -235,17 +239,17 @@ def _path_as_text(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class PathType:
-    """Annotation of a key with a path as text; callers in Python may pass a `Path`.
+    """Annotation of a key that holds a path as text. Callers in Python may pass a `Path`.
 
-    A `~` is kept, and expanded where the path is used: see `lm_trainer.core.files.expand_home`.
+    A `~` is kept, and is expanded where the path is used. See `lm_trainer.core.files.expand_home`.
     """
 
     schemes: tuple[str, ...] = ()
-    """URL schemes accepted in addition to paths."""
+    """URL schemes that are accepted in addition to paths."""
     name: str = ""
-    """Description of a kind of name accepted in addition to paths."""
+    """Description of a kind of name that is accepted in addition to paths."""
     instead: str = ""
-    """Advice added to the error for a URL."""
+    """Advice to add to the error for a URL."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         text = core_schema.no_info_before_validator_function(_path_as_text, handler(source))
@@ -258,7 +262,7 @@ class PathType:
 
 
 LocalPath = Annotated[str, PathType()]
-"""A path on this machine; a URL would be taken for a directory name, and is refused."""
+"""A path on this machine. A URL would be taken for a directory name, so it is refused."""
 
 StorageLocation = Annotated[str, PathType(schemes=STORAGE_SCHEMES)]
 """A path on this machine, or an object storage URL."""
@@ -267,7 +271,7 @@ LocalPathOrHubName = Annotated[str, PathType(name=HUB_NAME)]
 """A path on this machine, or a name on the Hugging Face hub."""
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
-"""Seed of random numbers; JAX uses at most 32 bits."""
+"""Seed of random numbers. JAX uses at most 32 bits."""
 
 FractionOrSteps = Annotated[NonNegativeInt | NonNegativeFloat, AfterValidator(_check_fraction_or_steps)]
-"""A fraction or a number of steps: `0.1` is a tenth, `100` is 100 steps."""
+"""A fraction or a number of steps: `0.1` is a tenth of all steps, and `100` is 100 steps."""

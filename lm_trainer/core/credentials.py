@@ -1,4 +1,4 @@
-"""Blanking of credentials in URLs, commands and secret keys, before they reach a log, a record or a service."""
+"""Blanks credentials in URLs, commands and secret keys before they reach a log, a record or a service."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 _USER = re.compile(r"(?<=://)[^/\s\"']*@")
-# Parameters of signed URLs (S3, GCS, Azure), and tokens in a query.
+# Matches parameters of signed URLs (S3, GCS, Azure), and tokens in a query.
 _QUERY = re.compile(
     r"([?&](?:[\w.-]*(?:token|secret|passw|signature|credential|api[-_]?key|access[-_]?key)[\w.-]*|sig|key)=)[^&#\s\"']+",
     re.IGNORECASE,
 )
-# Webhook addresses are secrets themselves: anyone who knows one can post to it.
+# Webhook addresses are secrets themselves, because anyone who knows one can post to it.
 _HOOK = re.compile(
     r"(https?://(?:hooks?\.[^\s\"'/]+/|[\w.-]*discord(?:app)?\.com/api/[\w/]*?webhooks/|api\.telegram\.org/bot"
     r"|hc-ping\.com/))[^\s\"'?#]+",
@@ -27,7 +27,7 @@ _TOKEN = re.compile(
 _BEARER = re.compile(r"\b(Bearer\s+)(?=\S{0,99}\d)[\w.~+/=-]{8,}")
 
 COMMAND = "command"
-"""Key with a shell command as its value, in which more can be a secret than in other texts."""
+"""Key whose value is a shell command, in which more parts may be secrets than in other texts."""
 _VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s\"']+)"
 _SECRETS_OF_COMMANDS = (
     # `Authorization: x` in a header, `"token": "x"` in JSON.
@@ -35,11 +35,11 @@ _SECRETS_OF_COMMANDS = (
     re.compile(rf"(?<![\w./-])(-{{0,2}}[A-Za-z_][\w.-]*)(=){_VALUE}"),
     re.compile(rf"(?<!\S)--([\w.-]+)(\s+){_VALUE}"),
 )
-"""Patterns of a name (group 1), a separator (group 2) and a value, which is a secret if the name is."""
+"""Patterns of a name (group 1), a separator (group 2) and a value, which is a secret if the name is a secret's."""
 _LOGIN = re.compile(rf"(?<!\S)(-u|--user|--proxy-user)(=|\s+){_VALUE}")
 _LOGIN_HEADERS = {"authorization", "proxy-authorization", "cookie"}
 _URL = re.compile(r"https?://[^\s\"']+")
-# A random-looking part of a path.
+# Matches a random-looking part of a path.
 _RANDOM = re.compile(r"(?<=/)(?=[^/?#]*\d)[^/?#]{16,}")
 
 _SECRET_WORDS = {"token", "secret", "password", "passwd", "apikey", "credential", "credentials"}
@@ -47,11 +47,11 @@ _WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 
 
 def without_credentials(value: Any) -> Any:
-    """Returns a copy of a text, or of plain containers of texts, with credentials blanked; other values are unchanged.
+    """Returns a copy of a text or of plain containers of texts, with credentials blanked.
 
     `https://user:password@host?token=x` becomes `https://***@host?token=***`. Webhook addresses and tokens of a
-    recognisable format are blanked too. In the value of the key `command`, so are options, headers and variables with
-    the name of a secret.
+    recognisable format are also blanked. In the value of the key `command`, so are options, headers and variables
+    that have the name of a secret. Values that are not text are unchanged.
     """
     if isinstance(value, str):
         blanked = _QUERY.sub(r"\1***", _USER.sub("***@", value))
@@ -79,9 +79,9 @@ def _command_without_credentials(command: str) -> str:
 
 
 def is_secret_name(name: str) -> bool:
-    """Returns True if the words of a key name a secret: True for `hf_token` and `apiKey`, False for `tokenizer`.
+    """Returns True if the words of a key name a secret, as in `hf_token` and `apiKey` but not in `tokenizer`.
 
-    False for `pad_token_id` too: token IDs of a vocabulary are no secret.
+    Also returns False for `pad_token_id`, because token IDs of a vocabulary are not secret.
     """
     words = [word.lower() for word in _WORD.findall(name)]
     if words[-2:] in (["token", "id"], ["token", "ids"]):

@@ -1,4 +1,4 @@
-"""Docstrings of configuration fields, read from the source on demand."""
+"""Reads the docstrings of configuration fields from the source code on demand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def field_docs(model: Any) -> dict[str, str]:
-    """Returns field -> docstring, from the most derived class declaring the field; undocumented fields are left out.
+    """Returns the docstring of each documented field, from the most derived class that declares the field.
 
     pydantic would read the docstrings at class creation, which takes half of the import time of all configurations.
     """
@@ -26,7 +26,7 @@ def field_docs(model: Any) -> dict[str, str]:
 
 @functools.cache
 def _read_field_docs(file: str | None) -> dict[str, dict[str, str]]:
-    """Returns qualified class name -> field -> docstring, for all classes of a file."""
+    """Returns the docstrings of all classes of a file, keyed by qualified class name and then by field."""
     if file is None or not Path(file).is_file():
         return {}
     return dict(_iter_class_docs(ast.parse(Path(file).read_text(encoding="utf-8")), ""))

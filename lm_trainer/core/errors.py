@@ -1,4 +1,4 @@
-"""Errors addressed to the user, and their exit codes."""
+"""Errors that are addressed to the user, and their exit codes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REMEDIES = {
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), _RAISE_LIMIT),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "mend the permissions"),
 }
-"""errno -> the remedy."""
+"""Maps an errno to the remedy."""
 
 _OUT_OF_MEMORY = re.compile(
     r"RESOURCE_EXHAUSTED(?!.*out of memory)|(ran )?out[ _]of[ _]memory|CU\w+_STATUS_ALLOC_FAILED", re.IGNORECASE
@@ -32,16 +32,16 @@ EXIT_CONFIG = 2
 EXIT_NON_FINITE = 3
 EXIT_OUT_OF_MEMORY = 4
 EXIT_PREEMPTED = 75
-"""`EX_TEMPFAIL` in sysexits.h: everything is saved, restart the run."""
+"""`EX_TEMPFAIL` in sysexits.h: everything is saved, so restart the run."""
 EXIT_STOPPED = 76
-"""Everything is saved, and a person asked the run to end: do not restart it."""
+"""Everything is saved, and a person asked the run to end, so do not restart it."""
 
 
 class UserError(Exception):
-    """A mistake or a state of the machine that the user can fix.
+    """A mistake, or a state of the machine, that the user can fix.
 
-    The command line prints only the message, without a traceback, and exits with `exit_code`.
-    The message names the fault, its location and the remedy; credentials in its URLs are blanked.
+    The command line prints only the message, without a traceback, and exits with `exit_code`. The message names the
+    fault, its location and the remedy. Credentials in its URLs are blanked.
     """
 
     exit_code: int = EXIT_CONFIG
@@ -51,7 +51,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """All faults of a configuration, found in one pass.
+    """All faults of a configuration, which are found in one pass.
 
     `problems` holds one line per fault, sorted by position, with `file:line:column` if known.
     """
@@ -62,7 +62,7 @@ class ConfigError(UserError):
 
 
 class MachineError(UserError):
-    """The configuration is right, but the machine cannot do it: a full disk, a dead mount, lost permissions."""
+    """The configuration is right, but the machine cannot run it: a full disk, a dead mount or lost permissions."""
 
     exit_code = EXIT_CRASH
 
@@ -103,7 +103,10 @@ def translate_disk_error(error: OSError) -> MachineError | None:
 
 
 def _find_error_file(error: OSError) -> str:
-    """Returns the file of an error. Errors of read and write do not name it; local variables in the traceback do."""
+    """Returns the file of an error.
+
+    Errors of read and write do not name it, but local variables in the traceback do.
+    """
     filename, frame = error.filename, error.__traceback__
     while error.filename is None and frame is not None:
         named = filter(None, map(_open_file_name, frame.tb_frame.f_locals.values()))
@@ -119,7 +122,7 @@ def _open_file_name(value: object) -> str | None:
 
 
 def translate_out_of_memory(error: BaseException) -> OutOfMemoryError | None:
-    """Translates an out-of-memory error of a device or the host, at compilation or in a step; None for others."""
+    """Translates an out-of-memory error of a device or the host, at compilation or in a step; None for other errors."""
     if isinstance(error, OutOfMemoryError):
         return error
     if isinstance(error, MemoryError):
@@ -128,7 +131,7 @@ def translate_out_of_memory(error: BaseException) -> OutOfMemoryError | None:
     # Checked by class name, so that JAX is not imported for unrelated errors. Arrays too large for the device raise a
     # ValueError with the same words.
     from_jax = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") or text.startswith("RESOURCE_EXHAUSTED: ")
-    # Each backend words it differently, and may put it after other text: a failed step fails its dependents.
+    # Each backend words the error differently, and may put it after other text, as a failed step fails its dependents.
     if not from_jax or (match := _OUT_OF_MEMORY.search(text)) is None:
         return None
     line = text[match.start() :].splitlines()[0]

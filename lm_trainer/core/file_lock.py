@@ -1,4 +1,4 @@
-"""Locks of local files and directories, released when the process ends for any reason."""
+"""Locks local files and directories. A lock is released when its process ends for any reason."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import time
 from pathlib import Path
 
 _RETRY_AFTER_SECONDS = 0.05
-"""Seconds."""
+"""Time in seconds between two attempts to take a lock."""
 
-# flock, because the system releases it even if the process is killed; a lock file by existence would remain.
+# Uses flock, because the system releases it even if the process is killed. A lock based on the existence of a file
+# would remain.
 
 
 def try_lock(handle: int) -> bool:
-    """Takes the lock of an open file or directory, until it is closed.
+    """Takes the lock of an open file or directory. The lock is held until the file is closed.
 
     Args:
         handle: the file descriptor.
@@ -26,7 +27,7 @@ def try_lock(handle: int) -> bool:
         OSError: if the file system has no locks.
     """
     if not _try_flock(handle):
-        # A process calling `is_locked` holds the lock for a moment.
+        # A process that calls `is_locked` holds the lock for a moment.
         time.sleep(_RETRY_AFTER_SECONDS)
         return _try_flock(handle)
     return True
@@ -43,10 +44,10 @@ def _try_flock(handle: int) -> bool:
 
 
 def is_locked(file: Path) -> bool:
-    """Returns True if a process holds the lock of a file; False also if the file cannot be read."""
+    """Returns True if a process holds the lock of a file, and False if none does or the file cannot be read."""
     try:
         with file.open() as opened:
-            # Shared, so that two concurrent calls do not see each other's lock.
+            # A shared lock, so that two concurrent calls do not see each other's lock.
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -1,4 +1,4 @@
-"""Paths written by users, and files written atomically."""
+"""Checks paths that users write, and writes files atomically."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from lm_trainer.core.errors import UserError
 
 AnyPath = str | os.PathLike[str]
-"""A path as accepted from Python callers."""
+"""A path as Python callers may pass it."""
 
 KEYS_WITH_URLS = (
     *("data.train_urls", "data.validation_urls", "data.cache_dir", "data.source.path"),
@@ -21,21 +21,21 @@ KEYS_WITH_URLS = (
 """Configuration keys that accept URLs."""
 
 HUB_NAME = "a name on the Hugging Face hub"
-"""Description of the alternative to a path, in keys and arguments for models and tokenizers."""
+"""Description of the alternative to a path in keys and arguments for models and tokenizers."""
 
-# One slash matches too, because `pathlib` collapses two. Windows drives have one letter.
+# A single slash also matches, because `pathlib` collapses two slashes. Windows drives have one letter.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//?)")
 
 
-# Shell variables.
+# Matches shell variables.
 _VARIABLE = re.compile(r"\$(?:\{[^}]*\}|[A-Za-z_]\w*)")
 
 
 def expand_home(path: AnyPath) -> str:
     """Expands `~` or `~USER` at the beginning of a path to the home directory.
 
-    Every path written by a user is expanded when it is used (`local_path` and `storage_path` do so). The configuration
-    keeps the original, because it may be read on a machine with another home directory.
+    Every path that a user writes is expanded when it is used (`local_path` and `storage_path` do so). The configuration
+    keeps the original path, because it may be read on a machine with another home directory.
     """
     return os.path.expanduser(os.fspath(path))
 
@@ -47,9 +47,9 @@ def path_problem(path: AnyPath, schemes: Sequence[str] = (), name: str = "") -> 
     of an unknown user.
 
     Args:
-        path: the path as written by the user.
-        schemes: URL schemes accepted in addition to paths.
-        name: description of any other accepted value, for the message.
+        path: the path as the user wrote it.
+        schemes: URL schemes that are accepted in addition to paths.
+        name: description of other values that are accepted, for the message.
     """
     if "\0" in os.fspath(path):
         return f"{os.fspath(path)!r}: no path has a zero character"
@@ -57,7 +57,7 @@ def path_problem(path: AnyPath, schemes: Sequence[str] = (), name: str = "") -> 
 
 
 def shell_variable_problem(path: AnyPath) -> str | None:
-    """Like `path_problem`, but only for shell variables: a file must mean the same on every machine."""
+    """Like `path_problem`, but only for shell variables, because a file must mean the same on every machine."""
     text = os.fspath(path)
     if match := _VARIABLE.search(text):
         return (
@@ -97,7 +97,8 @@ def local_path(path: AnyPath) -> Path:
     """Returns a path on this machine, with `~` expanded.
 
     Raises:
-        UserError: for a URL, which would be taken for a directory name, and for the home of an unknown user.
+        UserError: if the path is a URL, which would be taken for a directory name, or is in the home of an unknown
+            user.
     """
     if problem := url_problem(path) or _home_problem(path):
         raise UserError(problem)
@@ -105,17 +106,17 @@ def local_path(path: AnyPath) -> Path:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replaces the content of a file by a rename, so that a crash leaves either the old or the new content."""
+    """Replaces the content of a file with a rename, so that a crash leaves either the old or the new content."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
-            # A file system may perform the rename before writing the data; a power cut would leave an empty file.
+            # A file system may perform the rename before it writes the data. A power cut would leave an empty file.
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        # Errors of `write` carry no file name.
+        # Errors of `write` do not have a file name.
         error.filename = str(path)
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -125,7 +126,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def append_line(path: Path, line: bytes) -> None:
     """Appends a line to a file and syncs it to disk.
 
-    If a kill has truncated the previous line, a line break is added first, so that it does not corrupt this one.
+    If a kill has truncated the previous line, a line break is added first, so that the new line is not corrupted.
     """
     with path.open("a+b") as file:
         if file.tell():
@@ -140,16 +141,16 @@ def ensure_writable_directory(directory: Path, setting: str) -> None:
     """Creates a directory and checks that files can be written to it.
 
     Args:
-        directory: the directory; missing parents are created.
+        directory: path of the directory. Missing parents are created.
         setting: the name of the setting with which the user can choose another location.
 
     Raises:
-        UserError: if it cannot be created or written.
+        UserError: if the directory cannot be created or written to.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # Try it: permissions do not reflect quotas, read-only mounts or network file systems.
-        # All processes use one name, so a file left by a kill is removed at the next start.
+        # Writes a file, because permissions do not reflect quotas, read-only mounts or network file systems.
+        # All processes use the same name, so that a file left by a kill is removed at the next start.
         probe = directory / ".write-test"
         probe.touch()
         probe.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Histograms with counts independent of the number of devices.
+"""Histograms whose counts do not depend on the number of devices.
 
 Minima, maxima and integer sums are the same in any order, so XLA may reduce them over sharded arrays in any way.
 
@@ -19,12 +19,12 @@ def histogram(x: jax.Array, *, shared_edges: bool) -> tuple[jax.Array, jax.Array
     """Counts the finite values of an array [G, ...], separately for each group.
 
     Args:
-        x: the array; each group holds at most 2^31 - 1 values.
-        shared_edges: use the same edges for all groups, spanning the values of all of them.
+        x: the array. Each group has at most 2^31 - 1 values.
+        shared_edges: True to use the same edges for all groups, which span the values of all groups.
 
     Returns:
         counts_GB, int32, and edges_GE with E = B + 1, float32: bins of equal width between the minimum and the maximum.
-        A value on an edge belongs to the bin above it, the maximum to the last bin.
+        A value on an edge belongs to the bin above it, and the maximum belongs to the last bin.
     """
     inside = tuple(range(1, x.ndim))
     x = x.astype(jnp.float32)
@@ -37,7 +37,7 @@ def histogram(x: jax.Array, *, shared_edges: bool) -> tuple[jax.Array, jax.Array
     def count_below(edge_G: jax.Array) -> jax.Array:
         return jnp.sum((x < jnp.expand_dims(edge_G, inside)) & finite, axis=inside, dtype=jnp.int32)
 
-    # One pass per edge: comparing with all edges at once is six times slower on a CPU.
+    # One pass per edge, because comparing with all edges at once is six times slower on a CPU.
     below = jax.lax.map(count_below, edges_GE[:, 1:-1].T).T
     total = jnp.sum(finite, axis=inside, dtype=jnp.int32)[:, None]
     counts_GB = jnp.diff(jnp.concatenate([jnp.zeros_like(total), below, total], axis=1), axis=1)
@@ -45,13 +45,13 @@ def histogram(x: jax.Array, *, shared_edges: bool) -> tuple[jax.Array, jax.Array
 
 
 def _bin_edges(low: jax.Array, high: jax.Array) -> jax.Array:
-    """[...] -> [..., B + 1]; of width 1 if all values are equal, and centred on 0 without finite values."""
+    """Returns edges [..., B + 1]. They span 1 if all values are equal, and are centred on 0 without finite values."""
     # Without a finite value, the minimum is inf and the maximum -inf.
     some = low <= high
     low, high = jnp.where(some, low, 0.0), jnp.where(some, high, 0.0)
     equal = low == high
     low, high = jnp.where(equal, low - 0.5, low), jnp.where(equal, high + 0.5, high)
-    # With a width of 17 bits the products with k / B are exact, and therefore the same whether or not a compiler fuses
+    # With a width of 17 bits, the products with k / B are exact, and therefore the same whether or not a compiler fuses
     # multiplication and addition into one instruction.
     width = jax.lax.reduce_precision(high - low, exponent_bits=8, mantissa_bits=16)
     fractions_B = jnp.arange(BINS, dtype=jnp.float32) / BINS

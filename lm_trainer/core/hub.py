@@ -1,4 +1,7 @@
-"""Quick check that the Hugging Face hub is reachable; its client retries for half a minute and logs each attempt."""
+"""Checks quickly that the Hugging Face hub is reachable.
+
+Its client would retry for half a minute and log each attempt.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,16 @@ from urllib.request import getproxies
 
 _TIMEOUT_SECONDS = 4.0
 _FAILURE_CACHED_SECONDS = 30.0
-"""Seconds for which a failure is cached: several checks during one start share it, and a long run checks later."""
+"""Time in seconds for which a failure is cached. Checks during one start share it, and a long run checks later."""
 
 _answers: dict[tuple[str, int], tuple[str | None, float]] = {}
-"""(host, port) -> (the reason it is unreachable or None, time of the check)."""
+"""Maps (host, port) to the reason why it is unreachable or None, and the time of the check."""
 
 
 def hub_unreachable_reason() -> str | None:
-    """Returns the reason why the hub is unreachable, within 4 seconds; None if it is, or may be, reachable.
+    """Returns within 4 seconds the reason why the hub is unreachable; None if it is, or may be, reachable.
 
-    Behind a proxy nothing is checked, because only the proxy could know. A success is cached for the whole process.
+    Nothing is checked behind a proxy, because only the proxy could know. A success is cached for the whole process.
     """
     from huggingface_hub import constants
 

@@ -1,4 +1,4 @@
-"""Types of JAX objects for annotations."""
+"""Types of JAX objects for use in annotations."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PyTree = Any
-"""A nested container of arrays (or of shapes, shardings, dtypes) whose structure is open, as `jax.tree` handles it."""
+"""A nested container of arrays (or of shapes, shardings or dtypes) with any structure that `jax.tree` handles."""
 
 
 class Device(Protocol):
-    """A `jax.Device`, whose own class type checkers do not know."""
+    """The interface of `jax.Device`, whose own class type checkers do not know."""
 
     @property
     def id(self) -> int:
-        """Unique among the devices of a platform in all processes."""
+        """Number of the device, which is unique among the devices of a platform in all processes."""
         ...
 
     @property
     def platform(self) -> str:
-        """`cpu`, `gpu` or `tpu`."""
+        """Name of the platform: `cpu`, `gpu` or `tpu`."""
         ...
 
     @property
@@ -31,7 +31,7 @@ class Device(Protocol):
 
     @property
     def process_index(self) -> int:
-        """Index of the process that the device belongs to."""
+        """Index of the process to which the device belongs."""
         ...
 
     @property
@@ -41,7 +41,7 @@ class Device(Protocol):
 
     @property
     def coords(self) -> Sequence[int]:
-        """Position of a TPU chip in its slice; other devices have none."""
+        """Position of a TPU chip in its slice. Other devices do not have a position."""
         ...
 
     def __hash__(self) -> int: ...

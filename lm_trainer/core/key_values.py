@@ -1,4 +1,4 @@
-"""Key-value access to any store TensorStore can open. Writes are atomic."""
+"""Key-value access to any store that TensorStore can open. Writes are atomic."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lm_trainer.core.errors import MachineError, UserError
 MISSING = b"\x02"
 """The generation of a missing object."""
 _MIN_BYTES_PER_SECOND = 2**20
-"""Bytes per second of the slowest connection for which deadlines are long enough."""
-# Retries by TensorStore of each request, within the deadline of the operation.
+"""Speed in bytes per second of the slowest connection for which deadlines are long enough."""
+# TensorStore retries each request within the deadline of the operation.
 _RETRIES = {"max_retries": 1000, "initial_delay": "200ms", "max_delay": "5s"}
 _REMOTE = ("gcs", "s3", "http")
 
@@ -24,37 +24,37 @@ _ESCAPED = re.compile(rb"\\(?:x([0-9a-fA-F]{2})|([\"'\\]))")
 
 
 class KeyValues(ABC):
-    """Objects below one prefix of a store; the first use opens the connection.
+    """The objects below one prefix of a store. The first use opens the connection.
 
     A written object is visible to all readers at once. Transient failures of requests (a lost connection, 429, 500,
     503) are retried until a deadline.
     """
 
     remote = True
-    """True if a server answers the requests; only then do they have a deadline."""
+    """True if a server answers the requests, in which case they have a deadline."""
     deadline = 120.0
-    """Default deadline of a request, in seconds."""
+    """Default deadline of a request in seconds."""
 
     @property
     @abstractmethod
     def store_spec(self) -> Any:
-        """TensorStore's specification of the store containing the prefix."""
+        """TensorStore's specification of the store that contains the prefix."""
 
     @property
     @abstractmethod
     def prefix(self) -> str:
-        """Prefix of every key; empty, or ends with a slash."""
+        """Prefix of every key. It is empty or ends with a slash."""
 
     @abstractmethod
     def failure_reason(self, error: Exception, seconds: float) -> str:
-        """Returns the reason of a failed request; `seconds` is its deadline, for `TimeoutError`."""
+        """Returns the reason why a request failed. `seconds` is its deadline, for a `TimeoutError`."""
 
     @abstractmethod
     def request_error(self, verb: str, key: str, error: Exception, seconds: float) -> UserError:
-        """Returns the error to raise for a failed request; `verb` is, for example, `read`."""
+        """Returns the error to raise for a failed request. `verb` is, for example, `read`."""
 
     def deadline_for(self, count: int) -> float:
-        """Returns the deadline, in seconds, of a request sending or receiving `count` bytes."""
+        """Returns the deadline in seconds of a request that sends or receives `count` bytes."""
         return self.deadline + count / _MIN_BYTES_PER_SECOND
 
     @functools.cached_property
@@ -64,30 +64,30 @@ class KeyValues(ABC):
     def _open(self, ts_context: Any) -> Any:
         import tensorstore as ts
 
-        # Open the store without the prefix: some servers list more than requested, and full names reveal it.
+        # Opens the store without the prefix, because some servers list more than requested, and full names reveal it.
         with _convert_errors(partial(self.request_error, "open", ""), self.deadline):
             return ts.KvStore.open(self.store_spec, context=ts_context).result(self.deadline)
 
     def read(self, key: str, *, within: slice = slice(None), seconds: float | None = None) -> bytes | None:
-        """Returns the content of an object, limited to the byte range `within`, or None if it does not exist."""
+        """Returns the content of an object, limited to the byte range `within`; None if the object does not exist."""
         return self.read_versioned(key, within=within, seconds=seconds)[0]
 
     def read_versioned(
         self, key: str, *, within: slice = slice(None), seconds: float | None = None
     ) -> tuple[bytes | None, bytes]:
-        """Returns the content as `read` does, and the generation for a conditional write."""
+        """Returns the content of an object like `read`, and its generation, for a conditional write."""
         future = self._kv.read(self.prefix + key, byte_range=within)
         result = self._wait(future, partial(self.request_error, "read", key), seconds)
         generation = bytes(result.stamp.generation)
-        # A server without generations returns zeros; a write conditional on zeros would be unconditional.
+        # A server without generations returns zeros, and a write conditional on zeros would be unconditional.
         versioned = any(generation) or not self.remote
         return (result.value if result.state == "value" else None), generation if versioned else b""
 
     def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> Iterator[bytes]:
-        """Yields the bytes [first, last) of each (key, first, last); empty bytes for a missing object.
+        """Yields the bytes [first, last) of each (key, first, last); no bytes for a missing object.
 
         Raises:
-            MachineError: if they cannot be read.
+            MachineError: if the objects cannot be read.
         """
         import tensorstore as ts
 
@@ -108,23 +108,23 @@ class KeyValues(ABC):
     def write(
         self, key: str, value: bytes, *, if_generation: bytes | None = None, seconds: float | None = None
     ) -> bytes:
-        """Writes an object and returns its generation; empty if the object did not have the required generation.
+        """Writes an object and returns its new generation; empty if it did not have the required generation before.
 
         Args:
             key: key below the prefix.
             value: the content.
-            if_generation: the generation the object must have; `MISSING` if it must not exist.
+            if_generation: the generation that the object must have; `MISSING` if it must not exist.
             seconds: deadline in seconds.
         """
         failure = partial(self.request_error, "write", key)
         seconds = self.deadline_for(len(value)) if seconds is None else seconds
-        # A read-only store refuses here, before any request.
+        # A read-only store refuses the write here, before any request.
         with _convert_errors(failure, seconds):
             future = self._kv.write(self.prefix + key, value, if_equal=if_generation)
         return bytes(self._wait(future, failure, seconds).generation)
 
     def delete(self, *keys: str, seconds: float | None = None) -> None:
-        """Deletes objects; missing keys are skipped."""
+        """Deletes objects. Missing keys are skipped."""
         futures = []
         for key in keys:
             failure = partial(self.request_error, "delete", key)
@@ -134,7 +134,7 @@ class KeyValues(ABC):
             self._wait(future, failure, seconds)
 
     def list(self, key: str = "", *, seconds: float | None = None) -> list[str]:
-        """Returns the names of all objects below `key`, relative to it, sorted."""
+        """Returns the sorted names of all objects below `key`, relative to it."""
         import tensorstore as ts
 
         start = self.prefix + (f"{key}/" if key else "")
@@ -160,11 +160,11 @@ _Failure = Callable[[Exception, float], UserError]
 
 @contextlib.contextmanager
 def _convert_errors(failure: _Failure, seconds: float) -> Iterator[None]:
-    """Converts errors of TensorStore with `failure`."""
+    """Converts errors of TensorStore to the result of `failure`."""
     try:
         yield
     except UserError:
-        # Raised by the handler of a stop signal during the wait for the server.
+        # The handler of a stop signal raises this during the wait for the server.
         raise
     except Exception as error:
         raise failure(error, seconds) from None
@@ -187,7 +187,7 @@ def tensorstore_context(**resources: Any) -> Any:
 def plain_error_text(error: object) -> str:
     """Returns TensorStore's reason for a failure in plain text.
 
-    TensorStore escapes paths in its messages, and terminates directories with zero bytes.
+    In its messages, TensorStore escapes paths, and terminates directories with zero bytes.
     """
     text = str(error).split(" [source locations")[0].encode()
     plain = _ESCAPED.sub(lambda match: match[2] or bytes([int(match[1], 16)]), text)

@@ -1,4 +1,4 @@
-"""Lock of a directory in object storage: an object renewed by its holder, which expires without renewal."""
+"""Locks a directory in object storage, with an object that its holder renews and that expires without renewal."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ logger = logging.getLogger(__name__)
 
 _KEY = ".lock"
 RENEWED_EVERY = 5.0
-"""Seconds between renewals."""
+"""Time in seconds between renewals."""
 ENDS_AFTER = 30.0
-"""Seconds without renewal after which another process may take the lease."""
+"""Time in seconds without renewal after which another process may take the lease."""
 _TAKEN_AT_ONCE_AFTER = 600.0
-"""Age in seconds of the last renewal above which the lease is taken without waiting. It compares the clocks of two
-machines, which must differ by less."""
+"""Age in seconds of the last renewal above which the lease is taken without waiting. The age depends on the clocks of
+two machines, which must differ by less than this."""
 
 
 class Lease:
-    """Context manager holding the lock of a directory for this process.
+    """Context manager that holds the lock of a directory for this process.
 
     The lease is taken by a conditional write, so only one of two competing processes gets it. It expires after
-    `ENDS_AFTER` seconds without renewal, by the clock of the waiting process. A dead holder on this machine is detected
-    without waiting.
+    `ENDS_AFTER` seconds without renewal, measured by the clock of the waiting process. If its holder has died on this
+    machine, this is detected without waiting.
 
     Args:
         directory: the directory to lock.
-        on_wait: called with a message if the start has to wait.
+        on_wait: called with a message if the process has to wait for the lease.
 
     Raises:
         UserError: if another process holds the lease.
@@ -68,7 +68,7 @@ class Lease:
                 self._directory.delete(_KEY, seconds=5)
 
     def check(self) -> None:
-        """Raises `MachineError` if another process is known to have taken the lease; sends no request."""
+        """Raises `MachineError` if another process is known to have taken the lease. Sends no request."""
         if self._lost is not None:
             raise MachineError(
                 f"{self._directory} was taken over by {self._lost}, while this process could not reach it; it stops "
@@ -76,7 +76,7 @@ class Lease:
             )
 
     def confirm(self) -> None:
-        """Verifies that the lease is still held; raises `MachineError` if not."""
+        """Verifies that the lease is still held. Raises `MachineError` if it is not."""
         # While the server was unreachable from here, another process may have taken the lease.
         if self._lost is None and time.monotonic() - self._renewed > ENDS_AFTER - RENEWED_EVERY:
             self._renew_once()
@@ -90,7 +90,7 @@ class Lease:
         return self._write(MISSING if content is None else generation)
 
     def _wait_for_expiry(self) -> bool:
-        """Takes the lease once it has expired; returns False to retry, and raises if its holder renews it."""
+        """Takes the lease once it has expired. Returns False to retry, and raises an error if its holder renews it."""
         first, generation = self._directory.read_versioned(_KEY)
         if first is None or _has_ended(_parse_holder(first)):
             return False
@@ -111,10 +111,10 @@ class Lease:
         return self._write(generation)
 
     def _write(self, generation: bytes) -> bool:
-        """Overwrites the given generation of the lease; returns True if this process now holds it."""
+        """Overwrites the given generation of the lease. Returns True if this process now holds it."""
         self._count += 1
         written = self._directory.write(_KEY, self._new_content(), if_generation=generation, seconds=RENEWED_EVERY * 2)
-        # A retry after a lost response conflicts with its own first attempt, so compare the content.
+        # A retry after a lost response conflicts with its own first attempt, so the content is compared.
         content, generation_after = self._directory.read_versioned(_KEY)
         if _parse_holder(content).get("token") != self._token:
             return False
@@ -151,7 +151,7 @@ def _has_ended(holder: dict[str, Any]) -> bool:
     if not isinstance(written, int | float) or abs(time.time() - written) > _TAKEN_AT_ONCE_AFTER:
         return True
     process = ProcessId.from_record(holder)
-    # Machines may share a host name; only the boot ID identifies this machine.
+    # Machines may share a host name, so only the boot ID identifies this machine.
     return process is not None and process.boot != "" and process.has_ended()
 
 

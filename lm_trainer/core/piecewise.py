@@ -1,4 +1,4 @@
-"""Piecewise constant values, changing at given steps of a run."""
+"""Piecewise constant values, which change at given steps of a run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Piecewise(Generic[T]):
-    """Piecewise constant function of the step: each value holds from its start, counted from 0, to the next start."""
+    """A piecewise constant function of the step. Each value holds from its start, counted from 0, to the next start."""
 
     starts: tuple[int, ...]
     values: tuple[T, ...]
 
     @classmethod
     def from_phases(cls, phases: Sequence[tuple[int, T]]) -> Piecewise[T]:
-        """Builds it from (start, value) pairs.
+        """Builds the function from (start, value) pairs.
 
         Raises:
             ValueError: if the first pair does not start at 0 or the starts are not increasing.
@@ -38,11 +38,11 @@ class Piecewise(Generic[T]):
         return cls(starts, tuple(value for _, value in phases))
 
     def start_of(self, value: T) -> int:
-        """The first step with this value, which must be in `values`."""
+        """Returns the first step with this value, which must be in `values`."""
         return self.starts[self.values.index(value)]
 
     def at(self, step: int) -> T:
-        """The value at `step`."""
+        """Returns the value at `step`."""
         return self.values[bisect.bisect_right(self.starts, step) - 1]
 
 
@@ -50,7 +50,7 @@ class IntPhase(Config):
     """One entry of an integer schedule."""
 
     start: NonNegativeInt
-    """The first step with this value, counted from 0; the value holds until the next entry."""
+    """The first step with this value, counted from 0. The value holds until the next entry."""
     value: PositiveInt
     """The value from this step on."""
 
@@ -65,7 +65,7 @@ def _check_phases(phases: tuple[IntPhase, ...]) -> tuple[IntPhase, ...]:
         if later.start <= earlier.start:
             problems[index] = f"must be later than the entry before, which starts at {earlier.start}, got {later.start}"
     if problems:
-        # One error per entry, at its line; a plain ValueError would be reported at the line of the list.
+        # Reports one error per entry, at its line. A plain ValueError would be reported at the line of the list.
         details = [
             InitErrorDetails(
                 type=PydanticCustomError("value_error", "{text}", {"text": text}),
@@ -98,7 +98,7 @@ def _refuse_multiple_of_devices(value: Any) -> Any:
 
 
 BatchSizes = Annotated[IntSchedule, BeforeValidator(_refuse_multiple_of_devices)]
-"""Rows in a global batch: a constant or a schedule."""
+"""Number of rows in a global batch: a constant or a schedule."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,11 @@ class BatchSchedule:
         return cls(Piecewise((0,), (size,)))
 
     def at(self, step: int) -> int:
-        """Rows in the batch of `step`."""
+        """Returns the number of rows in the batch of `step`."""
         return self.sizes.at(step)
 
     def rows_before(self, step: int) -> int:
-        """Rows in all batches before the batch of `step`; the time is independent of `step`."""
+        """Returns the number of rows in all batches before the batch of `step`. Takes the same time for any `step`."""
         # Each phase contributes its number of steps before `step` times its size.
         starts = (*self.sizes.starts, step)
         ends = [min(end, step) for end in starts[1:]]
@@ -129,11 +129,11 @@ class BatchSchedule:
 
 @dataclass(frozen=True)
 class TokenSchedule:
-    """The number of tokens trained on before each step; all rows have the same length."""
+    """The number of tokens trained on before each step. All rows have the same length."""
 
     batch: BatchSchedule
     seq_len: int
 
     def tokens_before(self, step: int) -> int:
-        """Tokens in all batches before the batch of `step`."""
+        """Returns the number of tokens in all batches before the batch of `step`."""
         return self.batch.rows_before(step) * self.seq_len

@@ -1,4 +1,4 @@
-"""Mixed precision policies in the usual notation: `f32`, `p=f32,c=bfloat16`."""
+"""Mixed precision policies in the usual notation, such as `f32` or `p=f32,c=bfloat16`."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ _PARTS = {
 
 
 class Policy(NamedTuple):
-    """The dtypes of parameters, computation and output, by NumPy name."""
+    """The dtypes of parameters, computation and output, as NumPy names."""
 
     param: str = "float32"
     """Master weights, gradients and optimizer state."""
     compute: str = "float32"
     """Activations and the operands of matrix products."""
     output: str = "float32"
-    """Accepted for compatibility with policies of other frameworks, without effect: logits and losses are float32."""
+    """Has no effect, since logits and losses are float32. Accepted for compatibility with other frameworks'
+    policies."""
 
     @property
     def compute_dtype(self) -> jnp.dtype:
@@ -54,10 +55,10 @@ class Policy(NamedTuple):
 
 
 def parse_policy(value: Any) -> Policy:
-    """Parses `f32`, `bfloat16` (all parts) or `p=f32,c=bfloat16[,o=f32]`; the output dtype defaults to compute.
+    """Parses `f32`, `bfloat16` (for all parts) or `p=f32,c=bfloat16[,o=f32]`. The output dtype defaults to compute.
 
     Raises:
-        ValueError: for an unknown dtype or part; the message lists the valid ones.
+        ValueError: if a dtype or part is unknown; the message lists the valid ones.
     """
     if isinstance(value, Policy):
         return value
@@ -88,7 +89,7 @@ def _parse_dtype(text: str) -> str:
 
 
 def format_policy(policy: Policy) -> str:
-    """Formats a policy as a text; `parse_policy` is the inverse."""
+    """Formats a policy as a text. This is the inverse of `parse_policy`."""
     return f"p={policy.param},c={policy.compute},o={policy.output}"
 
 

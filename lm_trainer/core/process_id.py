@@ -1,4 +1,4 @@
-"""Identity of a process, as recorded in locks, and the check if it has ended."""
+"""The identity of a process, as recorded in locks, and the check whether the process has ended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ProcessId:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> ProcessId | None:
-        """Returns the process described by a record, or None if the fields are missing or malformed."""
+        """Returns the process that a record describes; None if fields are missing or malformed."""
         host, pid, boot = record.get("host"), record.get("pid"), record.get("boot", "")
         if not isinstance(host, str) or not isinstance(pid, int) or not isinstance(boot, str):
             return None
@@ -38,9 +38,9 @@ class ProcessId:
         return f"process {self.pid} on {self.host}"
 
     def has_ended(self) -> bool:
-        """Returns True if the process was on this machine and no longer exists; False for other machines.
+        """Returns True if the process ran on this machine and no longer exists, and False if it is on another machine.
 
-        If a later process has the same PID, the process counts as running.
+        If a later process has the same PID, the process is considered running.
         """
         this_process = ProcessId.of_this_process()
         if self.host != this_process.host or self.boot not in ("", this_process.boot):
@@ -52,11 +52,11 @@ def _is_running(pid: int) -> bool:
     if pid <= 0:  # a process group
         return False
     try:
-        # Signal 0 is not sent; it only checks that the process exists.
+        # Signal 0 is not sent, but only checks that the process exists.
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):  # too large for a PID
         return False
-    except OSError:  # it exists and belongs to another user
+    except OSError:  # the process exists and belongs to another user
         return True
     # A zombie (ended, but not yet waited for) still has its PID.
     with contextlib.suppress(OSError):

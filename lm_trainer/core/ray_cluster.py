@@ -1,4 +1,4 @@
-"""Connection to a running Ray cluster."""
+"""Connects to a running Ray cluster."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from lm_trainer.core.errors import UserError
 
 QUIET: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
-"""Options of `ray.init` suppressing its log messages."""
+"""Options of `ray.init` that suppress its log messages."""
 
 _CONNECT_SECONDS = 10.0
-"""Timeout of the connection check."""
+"""Timeout of the connection check in seconds."""
 
 
 def join_cluster(ray: Any, address: str, advice: str) -> None:
     """Connects this process to the cluster at `address`: `auto`, `host:6379` or `ray://host:10001`.
 
     Raises:
-        UserError: if no cluster answers, with `advice` at the end of the message.
+        UserError: if no cluster answers. The message ends with `advice`.
     """
     try:
-        # Check the address first: Ray retries for minutes, and then ends the process.
+        # The address is checked first, because Ray retries for minutes and then ends the process.
         if match := re.fullmatch(r"(?:ray://)?([^/:]+):(\d+)", address):
             socket.create_connection((match[1], int(match[2])), _CONNECT_SECONDS).close()
         ray.init(address=address, **QUIET)

@@ -1,4 +1,4 @@
-"""Process settings to make before JAX starts its backends."""
+"""Applies process settings that must be made before JAX starts its backends."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expand_home, path_problem
 from lm_trainer.core.xla_flags import set_gpu_flags
 
-# Constants of glibc's malloc.h, missing in Python.
+# Constants of glibc's malloc.h that Python does not have.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 COMPILATION_CACHES = ("gs", "s3")
-"""URL schemes accepted for the compilation cache directory."""
+"""URL schemes that are accepted for the compilation cache directory."""
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
 _TPU_FILES = ("/dev/accel0", "/dev/vfio")
 _MIN_COMPILE_TIME_VARIABLE = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
-"""JAX's environment variable for the shortest compilation time of a cached program."""
+"""JAX's environment variable for the shortest compilation time of a program to cache."""
 
 
 def available_cores() -> int:
     """Returns the number of processor cores available to this process."""
-    # The affinity mask reflects a scheduler's or container's share of the machine; not every system has one.
+    # The affinity mask reflects a scheduler's or container's share of the machine. Not every system has one.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prepare_process() -> list[str]:
-    """Tunes the allocator and thread count for XLA on a CPU, or XLA's flags on GPUs; call it before importing jax.
+    """Tunes the allocator and the thread count for XLA on a CPU, or XLA's flags on GPUs. Call it before importing jax.
 
-    On a CPU every step allocates one big buffer. By default glibc maps it each time and every page faults, which costs
-    up to a third of a step; here the heap is kept instead. On GPUs this calls `set_gpu_flags`.
+    On a CPU, every step allocates one big buffer. By default, glibc maps it each time and every page faults, which
+    costs up to a third of a step. This function makes glibc keep the heap instead. On GPUs, it calls `set_gpu_flags`.
 
     Returns:
         A description of each change.
@@ -46,7 +46,7 @@ def prepare_process() -> list[str]:
     if keep_freed_memory(one_arena=True):
         changes.append("the allocator keeps freed memory for the next step")
     if available_cores() == 1 and _threads_from_environment() is None:
-        # With a single thread XLA picks other matrix kernels, with different rounding from all other thread counts.
+        # With a single thread, XLA picks other matrix kernels, which round differently from all other thread counts.
         set_cpu_threads(2)
         changes.append("XLA runs two threads on the only core, to compute the same bits as on two")
     return changes
@@ -56,23 +56,23 @@ def keep_freed_memory(*, one_arena: bool = False) -> bool:
     """Makes glibc keep freed memory, to avoid page faults at the next allocation.
 
     Args:
-        one_arena: let all threads share one arena, so memory freed by one thread can be used by another.
+        one_arena: True to let all threads share one arena, so that memory freed by one thread can be used by another.
 
     Returns:
-        True if the settings were applied; other C libraries do not have them.
+        True if the settings were applied. Other C libraries do not have them.
     """
     if sys.platform == "linux":
         # musl has no `mallopt`.
         with contextlib.suppress(OSError, AttributeError):
             mallopt = ctypes.CDLL(None).mallopt
-            # -1: never use mmap for a large block, and never return the top of the heap to the system.
+            # -1 means to never use mmap for a large block, and to never return the top of the heap to the system.
             applied = mallopt(_M_MMAP_THRESHOLD, -1) and mallopt(_M_TRIM_THRESHOLD, -1)
             return bool(applied and (not one_arena or mallopt(_M_ARENA_MAX, 1)))
     return False
 
 
 def return_freed_memory() -> None:
-    """Returns the freed memory retained by `keep_freed_memory` to the system."""
+    """Returns the freed memory that `keep_freed_memory` retains to the system."""
     # Only glibc has `malloc_trim`.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -80,9 +80,9 @@ def return_freed_memory() -> None:
 
 @contextlib.contextmanager
 def short_switch_interval() -> Iterator[None]:
-    """Reduces the switch interval of the interpreter's lock (GIL) from 5 ms to 0.2 ms.
+    """Context manager that reduces the switch interval of the interpreter lock (GIL) from 5 ms to 0.2 ms.
 
-    For pipeline stages that release the lock most of the time, and would wait for it after each call.
+    Meant for pipeline stages that release the lock most of the time, and would wait for it after each call.
     """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(2e-4)
@@ -99,7 +99,7 @@ def set_cpu_threads(count: int | None) -> None:
 
 
 def cpu_threads() -> int | None:
-    """Returns the number of XLA's threads on a CPU, None on other devices. Starts the backends of jax.
+    """Returns the number of XLA's threads on a CPU; None on other devices. Starts the backends of jax.
 
     It is at least the number of (emulated) devices in the process. XLA divides matrix products and sums among the
     threads, so their number affects rounding.
@@ -112,7 +112,7 @@ def cpu_threads() -> int | None:
 
 
 def _threads_from_environment() -> int | None:
-    """Returns the number in XLA's environment variables (`DefaultThreadPoolSize` in tsl)."""
+    """Returns the number of threads given in XLA's environment variables (`DefaultThreadPoolSize` in tsl)."""
     settings = (os.environ.get(name, "") for name in ("PJRT_NPROC", "NPROC"))
     return next((int(text) for text in settings if text.isdecimal() and int(text)), None)
 
@@ -130,7 +130,7 @@ def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_thread
     """Applies JAX settings by name, enables the persistent compilation cache, and calls `set_cpu_threads`.
 
     Raises:
-        UserError: for a value refused by JAX, and for a JAX_COMPILATION_CACHE_DIR invalid as a cache directory.
+        UserError: if JAX refuses a value, or JAX_COMPILATION_CACHE_DIR is not a valid cache directory.
     """
     import jax
 
@@ -138,18 +138,18 @@ def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_thread
     directory = expand_home(cache_dir or _compilation_cache_from_environment() or default_compilation_cache())
     if _is_cpu_only():
         # XLA splits a program into tasks for the threads of the compiling process, but the cache key does not include
-        # their number: a process with another number would run, and record the hash of, a foreign program.
+        # their number. A process with another number would run, and record the hash of, a foreign program.
         directory = f"{directory}/{_threads_from_environment() or available_cores()}-threads"
     values: dict[str, Any] = {"jax_compilation_cache_dir": directory}
-    # The GPU compiler selects kernels by timing them: cache all programs, or the order of a sum might change at each
-    # start. Elsewhere, compiling a program below this time is faster than reading it.
+    # The GPU compiler selects kernels by timing them, so all programs are cached. Otherwise, the order of a sum might
+    # change at each start. Elsewhere, compiling a program below this time is faster than reading it.
     if _any_exists(_GPU_FILES):
         values["jax_persistent_cache_min_compile_time_secs"] = 0.0
     elif _MIN_COMPILE_TIME_VARIABLE not in os.environ:
         values["jax_persistent_cache_min_compile_time_secs"] = 0.5
     if "://" in directory:
-        # JAX makes XLA store its kernel choices in the same directory, but XLA only writes to local ones: it would
-        # create a directory named `gs:...`, or fail. The cached programs contain the choices.
+        # JAX makes XLA store its kernel choices in the same directory, but XLA only writes to local directories, so it
+        # would create a directory named `gs:...`, or fail. The cached programs contain the choices.
         values["jax_persistent_cache_enable_xla_caches"] = "none"
     for name, value in {**values, **settings}.items():
         # Once the backends run, some settings cannot be set, not even to their current value.
@@ -169,7 +169,7 @@ def _compilation_cache_from_environment() -> str | None:
 
 
 def check_jax_settings(settings: Iterable[str]) -> None:
-    """Raises ValueError for a setting unknown to this version of JAX."""
+    """Raises ValueError for a setting that this version of JAX does not have."""
     names = list(settings)
     if not names:  # avoids importing JAX just to read a configuration
         return

@@ -1,4 +1,4 @@
-"""Validation of untrusted names that become paths: object keys, file names found in other files, run IDs."""
+"""Validates untrusted names that become paths: object keys, file names found in other files, and run IDs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lm_trainer.core.errors import UserError
 
-# Control characters of ASCII and Latin-1, and lone surrogates, which no file system accepts.
+# Matches control characters of ASCII and Latin-1, and lone surrogates, which no file system accepts.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _DRIVE = re.compile(r"[A-Za-z]:")
 
@@ -16,7 +16,7 @@ def check_relative_path(name: object, source: object) -> str:
     """Returns an untrusted relative path, written with `/`, if it stays within its directory on any system.
 
     Args:
-        name: the name as listed or read.
+        name: the name as it was listed or read.
         source: the location of the name, for the message.
 
     Raises:
@@ -29,18 +29,18 @@ def check_relative_path(name: object, source: object) -> str:
 
 
 def path_inside(directory: Path, name: object, source: object) -> Path:
-    """Returns the path of a file in a directory for an untrusted name, for reading or writing.
+    """Returns the path of a file to read or write in a directory, given an untrusted name.
 
     Symbolic links may point to other locations in the directory. In a snapshot of the Hugging Face hub's cache, they
     may also point to the blobs of the same repository.
 
     Args:
-        directory: the directory to stay in; it need not exist.
-        name: path relative to it, written with `/`.
+        directory: the directory to stay in, which need not exist.
+        name: path relative to `directory`, written with `/`.
         source: the location of the name, for the message.
 
     Raises:
-        UserError: as in `check_relative_path`, and for a link leading out of the directory.
+        UserError: see `check_relative_path`. Also raised if a link leads out of the directory.
     """
     path = directory / check_relative_path(name, source)
     try:

@@ -1,4 +1,4 @@
-"""Sanitising of untrusted text for terminals (control characters) and single-line comments (line feeds)."""
+"""Sanitises untrusted text for terminals (control characters) and for single-line comments (line feeds)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def escape_for_terminal(text: str) -> str:
 
 
 def escape_line(text: str) -> str:
-    r"""Escapes such characters, tabs and line feeds (`\n`), so a text cannot end a line or a comment."""
+    r"""Escapes the same characters, tabs and line feeds (`\n`), so that a text cannot end a line or a comment."""
     return _BREAK.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def json_line(value: Any) -> str:
-    """Formats JSON on one line, with non-ASCII letters kept readable and such characters as JSON escapes."""
+    """Formats JSON on one line. Non-ASCII letters stay readable, and control characters become JSON escapes."""
     return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(value, ensure_ascii=False))

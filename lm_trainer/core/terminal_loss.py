@@ -1,4 +1,4 @@
-"""Loss of the terminal, for example when an ssh connection breaks: SIGHUP, and output with no reader."""
+"""Handles the loss of the terminal, for example when an ssh connection breaks: SIGHUP, and output with no reader."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 def signals_to_handle(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Returns the signals this process should handle: without SIGHUP if it is ignored, as under `nohup`."""
+    """Returns the signals that this process should handle. Leaves out SIGHUP if it is ignored, as under `nohup`."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal_ for signal_ in signals if not (ignored and signal_ == signal.SIGHUP)]
 

@@ -10,26 +10,26 @@ import jax
 
 def leaf_name(path: tuple[Any, ...]) -> str:
     """Joins a key path of `jax.tree_util` to a name, such as `blocks.0.attention.qkv`."""
-    # Dict keys have `key`, attributes `name`, sequence indices `idx`.
+    # Dict keys have the attribute `key`, attributes have `name`, and sequence indices have `idx`.
     return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Returns dotted name -> leaf, in the order of `jax.tree.leaves`.
+    """Returns the leaves by dotted name, in the order of `jax.tree.leaves`.
 
     Raises:
         ValueError: if two leaves have the same name.
     """
     pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
     leaves = {leaf_name(path): leaf for path, leaf in pairs}
-    # `{"a.b": x, "a": {"b": y}}`: one of them would be lost.
+    # In `{"a.b": x, "a": {"b": y}}`, one of the leaves would be lost.
     if len(leaves) != len(pairs):
         raise ValueError("two leaves of the tree have the same dotted name")
     return leaves
 
 
 def from_named_leaves(like: Any, named: dict[str, Any]) -> Any:
-    """Builds a tree with the structure of `like` and the leaves of `named`; the inverse of `named_leaves`."""
+    """Builds a tree with the structure of `like` and the leaves of `named`. This is the inverse of `named_leaves`."""
     paths, structure = jax.tree_util.tree_flatten_with_path(like)
     return jax.tree.unflatten(structure, [named[leaf_name(path)] for path, _ in paths])
 

@@ -1,4 +1,4 @@
-"""XLA flags useful for every run on a kind of device, and not on by default."""
+"""XLA flags that are useful for every run on a kind of device but are off by default."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from pathlib import Path
 
 GPU_FLAGS = {
     # Overlaps collectives with independent computation. It reorders kernels without changing them, so results are
-    # bit-identical; NVIDIA's JAX images set it too (docs.nvidia.com/jax-toolbox/environment-variables).
+    # bit-identical. NVIDIA's JAX images also set it (docs.nvidia.com/jax-toolbox/environment-variables).
     "xla_gpu_enable_latency_hiding_scheduler": "true",
 }
-"""Flags for NVIDIA GPUs, by name."""
+"""Flags for NVIDIA GPUs, keyed by name."""
 
-# XLA ends the process at an unknown flag, and flags come and go; with other versions, none is set.
+# XLA ends the process at an unknown flag, and flags come and go, so none is set with other versions.
 _SUPPORTED_JAXLIB = ("0.10.",)
 
 
 MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-"""Environment variables with the fraction of a GPU's memory that JAX allocates, and the former name of the same; JAX
-refuses both together."""
+"""Environment variable with the fraction of a GPU's memory that JAX allocates, and its former name. JAX refuses both
+together."""
 MEMORY_FRACTION = "0.9"
-"""JAX's own default, 0.75, leaves a quarter unused: NCCL, cuDNN and CUDA take 1 to 3 GB outside of it."""
+"""JAX's own default of 0.75 leaves a quarter unused, but NCCL, cuDNN and CUDA only need 1 to 3 GB outside of it."""
 _OTHER_ALLOCATION = ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR")
 
 
 def set_gpu_flags(
     environ: MutableMapping[str, str] = os.environ, *, devices: Path = Path("/dev"), jaxlib: str | None = None
 ) -> list[str]:
-    """Adds `GPU_FLAGS` and `MEMORY_FRACTION` on a machine with NVIDIA GPUs; call it before importing jax.
+    """Adds `GPU_FLAGS` and `MEMORY_FRACTION` on a machine with NVIDIA GPUs. Call it before importing jax.
 
     Args:
-        environ: environment with XLA_FLAGS; flags and variables already present are kept.
+        environ: environment with XLA_FLAGS. Flags and variables that are already present are kept.
         devices: the directory of device files.
-        jaxlib: the version of jaxlib; None means the installed one.
+        jaxlib: the version of jaxlib; None means the installed version.
 
     Returns:
         A description of each change.

@@ -1,8 +1,8 @@
-"""Data: sources -> tokenizer -> cache -> order -> batches.
+"""The data of a run: sources -> tokenizer -> cache -> order -> batches.
 
 DataConfig        the `data` section of a configuration
 RayConfig         a Ray cluster to tokenise on
-open_data         tokenises missing text and opens the data
+open_data         tokenises text that is not cached yet, and opens the data
 Data              the opened data
 load_tokenizer    reads the tokenizer saved by a run
 """
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        # Processes that only tokenise import this package too and must not pay for JAX and Grain, which come with these
-        # two. Hidden from type checkers, which would otherwise accept any name.
+        # Processes that only tokenise also import this package, and must not pay for importing JAX and Grain, which
+        # these two names need. Hidden from type checkers, which would otherwise accept any name.
         if name in ("Data", "open_data"):
             from lm_trainer.data import pipeline
 

@@ -39,7 +39,7 @@ SINGLE_SET = "train"
 """Name of the only set in a configuration without `configs`."""
 
 _HUB_KEYS = {"name", "revision", "stream", "splits"}
-"""Keys of a set that apply only to a data set of the Hugging Face hub."""
+"""Keys of a set that apply only to data sets of the Hugging Face hub."""
 
 _NOT_AVAILABLE = "not available yet"
 
@@ -47,41 +47,42 @@ _NO_FILES = "train_urls is an empty list; name files, or leave the key out (or n
 
 
 class SetConfig(Config):
-    """One set of documents: its sources, and how to read them."""
+    """One set of documents, with its sources and the way to read them."""
 
     train_urls: AffectsResults[Urls | None] = None
-    """Files to train on: paths or fsspec URLs; globs, `{1..128}` and `{a,b}` are expanded, `.gz`, `.bz2`, `.xz`,
-    `.lzma`, `.zst`, `.zstd` and `.zip` are unpacked. `.jsonl` and `.parquet` files hold one document per line or row
-    under `text_key`, `.txt`, `.md`, `.py` and the like hold one."""
+    """Paths or fsspec URLs of the files to train on. Globs, `{1..128}` and `{a,b}` are expanded, and `.gz`, `.bz2`,
+    `.xz`, `.lzma`, `.zst`, `.zstd` and `.zip` files are unpacked. `.jsonl` and `.parquet` files hold one document per
+    line or row, in the field `text_key`. `.txt`, `.md`, `.py` and similar files hold one document each."""
     validation_urls: AffectsResults[Urls] = []
-    """Files to evaluate on, like `train_urls`. If absent or empty, no text of `train_urls` is held out and
-    evaluation is skipped."""
+    """Files to evaluate on, in the same form as `train_urls`. If absent or empty, no text of `train_urls` is held out
+    and evaluation is skipped."""
     id: AffectsResults[str | None] = None
-    """A data set of the Hugging Face hub, such as `org/dataset`, instead of `train_urls`."""
+    """A data set of the Hugging Face hub, such as `org/dataset`, which is used instead of `train_urls`."""
     name: AffectsResults[str | None] = None
-    """Configuration (subset) of the data set `id`; the default one, if absent."""
+    """Configuration (subset) of the data set `id`. If absent, its default configuration is used."""
     revision: AffectsResults[str | None] = None
-    """Branch, tag or commit of the data set `id`; `main`, if absent."""
+    """Branch, tag or commit of the data set `id`. If absent, `main` is used."""
     stream: Operational[bool] = True
-    """Reads the data set `id` over the network while tokenising; `false` first keeps a copy of its files."""
+    """Reads the data set `id` over the network while tokenising; `false` first downloads its files to the hub cache."""
     splits: AffectsResults[list[str]] = Field(default=["train", "validation"], min_length=1, max_length=2)
     """The splits of the data set `id`: the training split and, optionally, the evaluation split."""
     source: AffectsResults[AnySource | None] = None
-    """Reader of documents. If absent, chosen by file name, or `embedded` without `train_urls`."""
+    """Reader of the documents. If absent, it is chosen by file name, or is `embedded` if there are no `train_urls`."""
     text_key: AffectsResults[str] = "text"
-    """The field of a record (a JSON line, a Parquet row) with the document; `a.b.c` for a nested field."""
+    """The field of a record (a JSON line or a Parquet row) that holds the document; `a.b.c` names a nested field."""
     text_template: AffectsResults[str | None] = None
-    """A text built from several fields, instead of `text_key`: `"{title}\\n\\n{body}"`; `{{` is a literal brace."""
+    """A template that builds the text from several fields, used instead of `text_key`: `"{title}\\n\\n{body}"`. `{{` is
+    a literal brace."""
     format: AffectsResults[AnyFormat] = TextFormat()
-    """Format that turns a row into tokens with a loss mask: plain text, or a block with a `type`."""
+    """Format that turns a row into tokens with a loss mask: plain text, or the format named by a block's `type`."""
     cache_dir: Operational[CachePath | None] = None
     """Directory of tokenised text, with `tokenizer/`, `train/` and `validation/`. If absent, every combination of
-    source and tokenizer has its own directory below `cache/`. A directory named here refuses any other source or
-    tokenizer. May be a `gs://` or `s3://` URL."""
+    source and tokenizer has its own directory below `cache/`. If a directory is named here, using it with another
+    source or tokenizer is an error. May be a `gs://` or `s3://` URL."""
 
     tags: Operational[list[str]] = []
-    """Evaluation groups of the set, such as `code` or `web/forums`: evaluations report averages over the sets of
-    each group, and of each group of groups, in addition to the metrics of every set."""
+    """Evaluation groups of the set, such as `code` or `web/forums`. In addition to the metrics of every set,
+    evaluations report averages over the sets of each group, and of each group of groups."""
     refused_keys: ClassVar[Mapping[str, str]] = {
         "plaintext": "files whose names end in .txt are read as text; or set source.type: text",
         "chat_template": "the template belongs to the format: format: {type: chat, chat_template: ...}",
@@ -127,7 +128,7 @@ class SetConfig(Config):
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
-        # Order matters: each check assumes the earlier ones passed.
+        # The order matters, since each check assumes that the earlier ones passed.
         if not self._only_evaluated():
             if self.train_urls == [] and not (self.source or self.id):
                 raise ValueError(_NO_FILES)
@@ -152,30 +153,30 @@ class SetConfig(Config):
             raise ValueError(f"the {kind} source brings its own text, so {key} does not fit; {hint}")
 
     def _only_evaluated(self) -> bool:
-        """True if the set has validation text only."""
+        """Returns True if the set has only validation text."""
         return not (self.source or self.id or self.train_urls) and bool(self.validation_urls)
 
     @property
     def source_config(self) -> SourceConfig | None:
-        """The source in use; None means each file's source is chosen by its name."""
+        """The source in use; None means that the source of each file is chosen by its name."""
         if self.id is not None:
-            # Changed keys only: the source treats a split named by the user differently from a default one.
+            # Only changed keys, because the source treats a split named by the user differently from a default one.
             keys = ({"id"} | _HUB_KEYS) & self.changed_fields
             return HuggingFace(**{key: getattr(self, key) for key in keys})
         return self.source or (None if self.train_urls or self.validation_urls else Embedded())
 
     @property
     def names_text(self) -> bool:
-        """False if the configuration names no text, so the embedded text is used."""
+        """False if the configuration names no text, so that the embedded text is used."""
         return self.source is not None or not isinstance(self.source_config, Embedded)
 
     @property
     def gives_rows(self) -> bool:
-        """True if the source yields rows to train on instead of text."""
+        """True if the source yields ready-made rows to train on instead of text."""
         return isinstance(self.source, GrainPipeline) and self.source.elements == "rows"
 
     def shards(self, split: Split) -> list[Shard]:
-        """Lists the shards of one split; [] if the set does not have it.
+        """Lists the shards of one split; [] if the set does not have this split.
 
         Raises:
             UserError: if files are missing.
@@ -196,7 +197,7 @@ PerSet = PositiveInt | dict[str, PositiveInt]
 
 
 class DataConfig(SetConfig):
-    """Data to train on. Without any key: text shipped with Python itself, so no download is needed."""
+    """Data to train on. Without any key, the text that Python itself includes is used, so no download is needed."""
 
     tokenizer: AffectsResults[LocalPathOrHubName | AnyTokenizer | None] = None
     """`bytes`, a directory with a `tokenizer.json`, a Hugging Face name, or a block with a `type`. If absent, a
@@ -205,44 +206,45 @@ class DataConfig(SetConfig):
     """Package that runs the tokenizer: `tokenizers`, or `fastokens`, which is several times as fast. `auto` uses
     `fastokens` for a new cache if it is installed and gives the same ids for a sample of every source."""
     shuffle: AffectsResults[bool | PositiveInt | AnyShuffle] = True
-    """Training order: `true` shuffles all rows, in a different order every epoch; `false` keeps their order; a
-    number shuffles within consecutive eras of so many rows; or a block with a `type`."""
+    """Training order. `true` shuffles all rows, in a different order every epoch. `false` keeps their order. A number
+    shuffles within consecutive eras of that many rows. A block has a `type`."""
     on_bad_row: AffectsResults[Literal["raise", "skip"]] = "raise"
-    """Treatment of an invalid row, such as broken UTF-8 or JSON: stop, or skip and count it."""
+    """Treatment of an invalid row, such as broken UTF-8 or JSON: `raise` stops with an error, and `skip` skips and
+    counts the row."""
     max_bad_rows: AffectsResults[float] = Field(default=0.01, ge=0, le=1)
-    """With `on_bad_row: skip`, the share of bad rows above which the build fails."""
+    """Fraction of bad rows above which the build fails with `on_bad_row: skip`."""
     num_workers: Operational[int | None] = Field(default=None, ge=0)
-    """Processes that tokenise; 0 uses the main process only. If absent, chosen by the size of the source and the
-    number of cores."""
+    """Number of processes that tokenise; 0 uses only the main process. If absent, it is chosen by the size of the
+    source and the number of cores."""
 
     packing: AffectsResults[Packing | dict[str, Packing]] = "concat"
-    """Method of filling rows with documents; for all sets, or by name. `concat` concatenates them and splits the
-    stream into rows, through documents. `best_fit` splits only documents longer than a row, with a little padding.
-    In both, attention stays within a document, and held-out text fills rows in the same way. If absent, `best_fit`
-    for sets with the `format` `chat` or `supervised`, so an answer has its prompt in context, and `concat` for
-    others."""
+    """Method of filling rows with documents, for all sets or by name. `concat` concatenates documents and splits the
+    stream into rows, which may split documents. `best_fit` splits only documents longer than a row, and adds a little
+    padding. With both, attention stays within a document, and held-out text fills rows in the same way. If absent,
+    sets with the `format` `chat` or `supervised` use `best_fit`, so that an answer has its prompt in context, and
+    others use `concat`."""
     configs: AffectsResults[dict[str, SetConfig]] = {}
-    """A mixture: several named sets, each with its own files, cache and validation text, which replace the files of
-    this block. A set without a `cache_dir` has its cache in `cache_dir/NAME`."""
+    """The sets of a mixture by name, each with its own files, cache and validation text. They replace the files of this
+    block. A set without a `cache_dir` has its cache in `cache_dir/NAME`."""
     train_weights: AffectsResults[dict[str, Weight] | list[Stage] | None] = None
-    """Share of training rows from each set of `configs`: `{wiki: 0.7, code: 0.3}`; weights need not sum to 1, and a
-    set of weight 0 is only evaluated. Or weights that change at given steps, counted from 0: `[[0, {wiki: 0.7, code:
-    0.3}], [10000, {wiki: 1}]]`. Proportions are exact to one row at any time between changes, up to a resolution of
+    """Share of training rows from each set of `configs`: `{wiki: 0.7, code: 0.3}`. Weights need not sum to 1, and a set
+    of weight 0 is only evaluated. Weights may also change at given steps, counted from 0: `[[0, {wiki: 0.7, code:
+    0.3}], [10000, {wiki: 1}]]`. Between changes, proportions are exact to one row at any time, up to a resolution of
     1/65536."""
     stop_strategy: AffectsResults[Literal["restart", "first_exhausted", "all_exhausted"]] = "restart"
-    """Behaviour at the end of a set: `restart` repeats it in a new order until training ends. With `first_exhausted`
-    the data end when the first set would repeat, with `all_exhausted` once every set has been exhausted; a run with
-    more steps is refused, with the number of steps available."""
+    """Behaviour at the end of a set. `restart` repeats the set in a new order until training ends. With
+    `first_exhausted`, the data end when the first set would repeat; with `all_exhausted`, they end once every set has
+    been exhausted. A run with more steps is refused, with a message that gives the number of available steps."""
     epochs: AffectsResults[PerSet | None] = None
-    """Passes after which a set counts as exhausted by `stop_strategy`; for all sets, or by name. 1, if absent."""
+    """Number of epochs after which `stop_strategy` considers a set exhausted, for all sets or by name. 1 by default."""
     max_train_batches: AffectsResults[PerSet | None] = None
-    """Trains only on the first rows of a set: as many as fill this number of batches of the first step's size; for
-    all sets, or by name."""
+    """Trains only on the first rows of a set, as many as fill this number of batches of the first step's size. Set for
+    all sets or by name."""
     exclude: AffectsResults[ExclusionFiles] = []
-    """Lists of training documents to leave out, as written by `lmt data dedup` and `lmt data overlap`: the run is
-    the same as on text without these documents, and no text is tokenised a second time."""
+    """Lists of training documents to leave out, as written by `lmt data dedup` and `lmt data overlap`. The run is the
+    same as with text that lacks these documents, and no text is tokenised a second time."""
     num_validation_sequences: AffectsResults[PerSet | None] = None
-    """Holds out this many rows at the end of the training text as validation text; for all sets, or by name."""
+    """Number of rows to hold out at the end of the training text as validation text, for all sets or by name."""
 
     ignored_keys: ClassVar[Mapping[str, IgnoredKey]] = {
         "mixture_block_size": IgnoredKey("the proportions of a mixture hold after any number of rows, without blocks"),
@@ -267,7 +269,7 @@ class DataConfig(SetConfig):
     @model_validator(mode="after")
     def _check_mixture(self) -> Self:
         if self.configs:
-            # Order matters: each check assumes the earlier ones passed.
+            # The order matters, since each check assumes that the earlier ones passed.
             self._check_set_names()
             self._check_stages()
             self._check_trained()
@@ -335,12 +337,12 @@ class DataConfig(SetConfig):
     def _choose_packing(self) -> Self:
         if "packing" not in self.model_fields_set:
             packing = choose_default_packing({name: set_config.format for name, set_config in self.sets.items()})
-            # The configuration is frozen from this point.
+            # The configuration is already frozen.
             object.__setattr__(self, "packing", packing)
         return self
 
     def packing_of(self, name: str) -> Packing:
-        """Returns how the documents of one set fill rows."""
+        """Returns the method by which the documents of one set fill rows."""
         return self.packing.get(name, "concat") if isinstance(self.packing, dict) else self.packing
 
     @property
@@ -350,14 +352,14 @@ class DataConfig(SetConfig):
 
     @property
     def features_shape(self) -> tuple[int, int] | None:
-        """Frames and channels of the audio features of each row; None for text only."""
+        """Number of frames and channels of each row's audio features; None if there is only text."""
         return next(iter(self.sets.values())).format.features_shape
 
     def require_documents(self) -> None:
-        """Makes sure every set consists of documents.
+        """Checks that every set consists of documents.
 
         Raises:
-            UserError: naming a set of ready-made rows.
+            UserError: if a set consists of ready-made rows; names the set.
         """
         for name, set_config in self.sets.items():
             if set_config.gives_rows:
@@ -381,12 +383,12 @@ class DataConfig(SetConfig):
 
     @property
     def sets(self) -> dict[str, SetConfig]:
-        """The sets of the mixture; without a mixture, this block itself as `train`."""
+        """The sets of the mixture. Without a mixture, this block itself is the set `train`."""
         return dict(self.configs) or {SINGLE_SET: self}
 
     @property
     def stages(self) -> list[tuple[int, tuple[int, ...]]]:
-        """(First step, shares of the trained sets) for each change of the weights."""
+        """The first step and the shares of the sets to train on, for each change of the weights."""
         return [
             (step, cycle_counts([weights.get(name, 0) for name in self.trained]))
             for step, weights in self._weight_stages()
@@ -394,7 +396,7 @@ class DataConfig(SetConfig):
 
     @property
     def trained(self) -> list[str]:
-        """Names of the sets with a nonzero weight at any step."""
+        """Names of the sets that have a nonzero weight at any step."""
         weighted = {name for _, weights in self._weight_stages() for name, weight in weights.items() if weight}
         return [name for name in self.sets if name in weighted]
 
@@ -404,5 +406,5 @@ class DataConfig(SetConfig):
         return [(0, self.train_weights)] if isinstance(self.train_weights, dict) else self.train_weights
 
     def value_for_set(self, value: PerSet | None, name: str) -> int | None:
-        """Returns one set's value of a setting that may differ by set."""
+        """Returns the value that a setting, which may differ between sets, has for one set."""
         return value.get(name) if isinstance(value, dict) else value

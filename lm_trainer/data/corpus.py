@@ -1,4 +1,4 @@
-"""Documents of a run's training text, read from its tokens.
+"""Reads the documents of a run's training text from its tokens.
 
 Shape letters: D documents, V vocabulary.
 """
@@ -24,13 +24,13 @@ R = TypeVar("R")
 
 
 class Documents(NamedTuple):
-    """Some consecutive documents of a set, without excluded ones."""
+    """A run of consecutive documents of a set, without excluded documents."""
 
     set: str
     numbers_D: np.ndarray
-    """int64: document numbers in the cache."""
+    """int64: numbers of the documents in the cache."""
     tokens_D: list[np.ndarray]
-    """int32: the tokens of each document, including its end-of-document token."""
+    """int32: tokens of each document, including its end-of-document token."""
 
     def decode_texts(self, texts_V: Sequence[bytes | None]) -> list[str]:
         """Decodes the documents with the token texts returned by `token_texts`."""
@@ -42,12 +42,12 @@ class Documents(NamedTuple):
 
 
 def train_caches(data: Data) -> dict[str, OpenCache]:
-    """Caches of the trained sets in order, keyed by set name."""
+    """Returns the caches of the sets to train on in order, keyed by set name."""
     return {name: data.caches[f"{name}/train"] for name in data.config.trained}
 
 
 def iter_documents(name: str, cache: OpenCache) -> Iterator[Documents]:
-    """Yields the documents of a set in batches."""
+    """Yields batches of the documents of a set."""
     lengths_D = document_lengths(cache.store, cache.ledger)
     ends_D = np.cumsum(lengths_D)
     retained_D = np.ones(len(lengths_D), bool)
@@ -68,14 +68,14 @@ def iter_documents(name: str, cache: OpenCache) -> Iterator[Documents]:
 
 
 class Origins:
-    """Looks up the source and the beginning of documents."""
+    """Looks up the sources and the beginnings of documents."""
 
     def __init__(self, data: Data):
         self._data = data
         self._ends: dict[str, np.ndarray] = {}
 
     def find_passage(self, name: str, document: int, chars: int) -> tuple[str, str]:
-        """Returns the file and the line or row of a document, and about its first `chars` characters."""
+        """Returns the file and the line or row of a document, and approximately its first `chars` characters."""
         cache = self._data.caches[f"{name}/train"]
         if name not in self._ends:
             self._ends[name] = np.cumsum(document_lengths(cache.store, cache.ledger))
@@ -87,7 +87,7 @@ class Origins:
 
 
 def map_in_order(batches: Iterator[T], work: Callable[[T], R]) -> Iterator[tuple[T, R]]:
-    """Yields each batch with the result of `work`, in order; one thread per core runs `work`."""
+    """Yields each batch with the result of `work`, in order. `work` runs in one thread per core."""
     with ThreadPoolExecutor(available_cores()) as pool:
         pending: list[tuple[T, Future[R]]] = []
         for batch in batches:

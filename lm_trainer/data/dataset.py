@@ -1,4 +1,4 @@
-"""Opened data of a run: train batches and held-out sets."""
+"""The opened data of a run: train batches and held-out sets."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from lm_trainer.data.tokenize.open_cache import OpenCache
 from lm_trainer.data.tokenizer import HfTokenizer
 
 _SAMPLED_ROWS, _ROWS_PER_READ = 2048, 64
-"""Rows sampled to estimate the share without any loss token, and rows read at once."""
+"""Number of rows to sample for estimating the fraction without any loss token, and number of rows to read at once."""
 
 
 class Data:
-    """Train batches and held-out sets, in an order determined only by the seed.
+    """Train batches and held-out sets, in an order that only the seed determines.
 
     Args:
         config: the `data` section.
-        row_builder: splits caches into rows.
-        cache_dir: directory of the tokenizer and of all caches without their own directory.
-        caches: every cache, by `NAME/train` and `NAME/validation`.
+        row_builder: the builder that splits caches into rows.
+        cache_dir: directory of the tokenizer and of all caches that have no separate directory.
+        caches: every cache, keyed by `NAME/train` and `NAME/validation`.
         builds: builds of the unfinished caches.
 
     Raises:
-        UserError: if a set cannot be trained or evaluated on, as far as is known yet.
+        UserError: if it is already known that a set cannot be trained or evaluated on.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Data:
         self._train_sets = TrainSets(config, row_builder, caches)
         self._identity = DataIdentity(config, row_builder, caches, self._train_sets)
         self._iterators: list[TrainIterator] = []
-        # Requested now, so unusable data are refused before anything else is built.
+        # Requested now, so that unusable data are refused before anything else is built.
         _ = self.train_sets, self.validation()
 
     @property
@@ -65,12 +65,12 @@ class Data:
 
     @property
     def train_sets(self) -> Sequence[TrainSet]:
-        """The trained sets in configuration order, as far as they are final."""
+        """The sets to train on in configuration order, as far as they are final."""
         return self._train_sets.current_sets()
 
     @property
     def notes(self) -> list[str]:
-        """Notes on sets with an order that depends on more than the step, or is not controlled by this program."""
+        """Notes on sets whose order depends on more than the step, or is not controlled by this program."""
         return [train.rows.note for train in self.train_sets if isinstance(train.rows, GrainRows)]
 
     @property
@@ -80,16 +80,16 @@ class Data:
 
     @property
     def num_train_tokens(self) -> int:
-        """Tokens in the text of all trained sets, including held-out rows; until `complete`, the count so far."""
+        """Number of tokens in the text of all sets to train on, including held-out rows. It grows until `complete`."""
         return sum(len(cache.stream) for cache in self._train_sets.caches.values())
 
     @property
     def waits_for_all(self) -> str | None:
-        """The setting that makes the first batch wait for all training text; None if the first text is enough."""
+        """The setting that makes the first batch wait for all training text; None if no setting does."""
         return self._train_sets.waits_for_all
 
     def limit_ids(self, count: int) -> None:
-        """Refuses rows with ids >= `count`: the tokenizer has them, but the model has no embedding for them."""
+        """Makes reads fail for ids >= `count`, which the tokenizer has but the model has no embedding for."""
         for cache in self.caches.values():
             cache.limit_ids(count)
 
@@ -99,10 +99,10 @@ class Data:
             cache.raise_if_failed()
 
     def fingerprint(self, step: int | None = None) -> str:
-        """Hashes the tokens, their meaning and the order: differs if any batch may differ; ignores the text's location.
+        """Hashes the tokens, their meaning and the order, but not the text's location. Differs if any batch may differ.
 
         Args:
-            step: if given, only batches before this step count, so later weights may change.
+            step: if not None, only batches before this step count, so that later weights may change.
 
         Raises:
             RuntimeError: until the data are `complete`.
@@ -114,26 +114,26 @@ class Data:
     def fingerprints(self, step: int | None = None) -> dict[str, str]:
         """Returns hashes that identify the data of a run.
 
-        `tokens`, once the data are complete, is `fingerprint`. `sources` is available immediately: it hashes the files
-        with their sizes and times, the tokenizer and the rules. Two runs have the same data if they agree in `tokens`
-        or, if one of them does not have it, in `sources`.
+        Once the data are complete, `tokens` is the result of `fingerprint`. `sources` is available immediately. It is a
+        hash of the files with their sizes and times, of the tokenizer and of the rules. Two runs have the same data if
+        they agree in `tokens` or, if one of them does not have it, in `sources`.
         """
         hashes = {"tokens": self.fingerprint(step)} if self.complete else {}
         return {**hashes, "sources": self._identity.hash_sources(step)}
 
     def train_order(self, schedule: int | BatchSchedule) -> TrainOrder:
-        """Returns the rows of a run with these batch sizes by position, as far as they are final."""
+        """Returns the rows of a run with these batch sizes in order, as far as they are final."""
         return self._train_sets.train_order(_as_batch_schedule(schedule))
 
     def share_without_loss(self, schedule: int | BatchSchedule, num_steps: int) -> float:
-        """Estimates the share of a run's rows without any loss token.
+        """Estimates the fraction of a run's rows that do not have any loss token.
 
         Samples as many rows as can be read within a second, at most 2,048. Returns 0 without reading any if every token
         counts, or if the rows are not final yet.
 
         Args:
-            schedule: rows of the global batch, at each step where they change.
-            num_steps: steps of the run.
+            schedule: number of rows of the global batch, at each step where it changes.
+            num_steps: number of steps of the run.
         """
         sets = self.train_sets
         skipped = self.config.features_shape is not None or any(isinstance(train.rows, GrainRows) for train in sets)
@@ -142,7 +142,7 @@ class Data:
         order, sizes = self.train_order(schedule), _as_batch_schedule(schedule)
         last = min(sizes.rows_before(num_steps), sys.maxsize if order.length is None else order.length)
         positions_N = np.unique(np.linspace(0, last - 1, min(last, _SAMPLED_ROWS)).astype(np.int64))
-        # In random order, so the rows read in time are a fair sample.
+        # Read in random order, so that the rows that are read in time are a fair sample.
         positions_N = np.random.default_rng(0).permutation(positions_N)
         until, empty, read = time.monotonic() + 1, 0, 0
         while read < len(positions_N) and time.monotonic() < until:
@@ -159,14 +159,14 @@ class Data:
         return num_full_steps(self.train_order(schedule), _as_batch_schedule(schedule))
 
     def train_rows(self, schedule: int | BatchSchedule) -> grain.MapDataset[Batch]:
-        """The rows of a run in order, as a Grain dataset: element i is row i, a `Batch` of fields [S].
+        """Returns the rows of a run in order, as a Grain dataset. Element i is row i, a `Batch` of fields [S].
 
-        They are the rows batched by `train`: the step starting at row `schedule.rows_before(step)` consists of the next
-        `schedule.at(step)` elements. Elements are read individually; slices, `batch`, `map` and the other Grain methods
-        apply. The length follows `data.stop_strategy`; it is `sys.maxsize` if the data never end.
+        `train` batches the same rows: the batch of a step consists of `schedule.at(step)` elements, starting with
+        element `schedule.rows_before(step)`. Elements are read individually, and slices, `batch`, `map` and the other
+        Grain methods work. The length follows from `data.stop_strategy`, and is `sys.maxsize` if the data never end.
 
         Args:
-            schedule: rows of the global batch, at each step where they change.
+            schedule: number of rows of the global batch, at each step where it changes.
 
         Raises:
             RuntimeError: until the data are `complete`.
@@ -178,16 +178,17 @@ class Data:
     def train(
         self, schedule: int | BatchSchedule, *, rows: HostRows, first_step: int = 0, num_steps: int
     ) -> TrainIterator:
-        """Opens the batches of the steps [first_step, first_step + num_steps), through as many epochs as they take.
+        """Opens the batches of the steps [first_step, first_step + num_steps), for as many epochs as they take.
 
         Args:
-            schedule: rows of the global batch, at each step where they change.
-            rows: this host's rows of the global batch; a function of the batch size if it changes.
-            first_step: first step to read; the cost is the same for any step.
+            schedule: number of rows of the global batch, at each step where it changes.
+            rows: numbers of this host's rows in the global batch; a function of the batch size if it changes.
+            first_step: first step to read. The cost is the same for any step.
             num_steps: number of batches.
 
         Raises:
-            UserError: if the data end earlier by `data.stop_strategy`; while they grow, the iterator raises it.
+            UserError: if the data end earlier according to `data.stop_strategy`. While they grow, the iterator raises
+                it.
         """
         sizes, sets = _as_batch_schedule(schedule), self._train_sets
         steps, closed = range(first_step, first_step + num_steps), threading.Event()
@@ -205,7 +206,7 @@ class Data:
         return {evals.name: evals for evals in self._row_builder.eval_sets(self.caches)}
 
     def close(self) -> None:
-        """Ends the threads of every open iterator, and background tokenising."""
+        """Ends the threads of every open iterator, and ends background tokenising."""
         for iterator in self._iterators:
             iterator.close()
         self._iterators.clear()

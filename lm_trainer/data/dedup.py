@@ -1,9 +1,9 @@
-"""Duplicate documents in the training text: exact ones by their tokens, near ones by MinHash.
+"""Finds duplicate documents in the training text: exact duplicates by their tokens, and near duplicates by MinHash.
 
-A document is the set of its five-word shingles, and the similarity of two documents is the Jaccard index of their sets.
-MinHash estimates it from a signature of each document (Broder, "On the resemblance and containment of documents",
-1997); documents with signatures that agree in a band of several values are compared (Leskovec et al., "Mining of
-massive datasets", chapter 3).
+A document is represented by the set of its five-word shingles. The similarity of two documents is the Jaccard index of
+their sets, which MinHash estimates from a signature of each document (Broder, "On the resemblance and containment of
+documents", 1997). Documents whose signatures agree in a band of several values are compared (Leskovec et al., "Mining
+of massive datasets", chapter 3).
 
 Shape letters: D documents, P values of a signature, K pairs.
 """
@@ -26,30 +26,30 @@ from lm_trainer.data.formats.ids import IdsFormat
 from lm_trainer.data.ngrams import hash_ngrams, hash_words
 
 PERMUTATIONS = 128
-"""Values of a signature: they estimate the similarity within about 0.04."""
+"""Number of values of a signature. They estimate the similarity with an error of about 0.04."""
 _SEED = 1
 _CERTAINTY = 0.99
-"""Probability of comparing two documents of exactly the threshold similarity."""
+"""Probability that two documents with exactly the threshold similarity are compared."""
 _ROUNDS = 8
-"""Documents per bucket that its other documents are compared with."""
+"""Number of documents per bucket with which the other documents of the bucket are compared."""
 
 
 @dataclass(frozen=True)
 class Duplicate:
-    """A document with an exact or near copy earlier in the data."""
+    """A document that has an exact or near copy earlier in the data."""
 
     set: str
     document: int
     tokens: int
     like_set: str
     like: int
-    """The first document of the group, which is retained."""
+    """Number of the group's first document, which is retained."""
     similarity: float
-    """Similarity to `like`; 1 if the tokens are identical."""
+    """Similarity to document `like`; 1 if the tokens are identical."""
     exact: bool
 
     def exclusion_entry(self) -> dict[str, object]:
-        """Returns the document's entry in an exclusion list."""
+        """Returns the entry of the document for an exclusion list."""
         like = {"set": self.like_set, "document": self.like}
         reason = {"why": "exact"} if self.exact else {"why": "near", "similarity": round(self.similarity, 3)}
         return {"set": self.set, "document": self.document, "tokens": self.tokens, **reason, "like": like}
@@ -60,20 +60,20 @@ class DedupReport:
     """The duplicates of the training text."""
 
     documents: int
-    """Number of documents compared."""
+    """Number of documents that were compared."""
     tokens: int
-    """Tokens of all documents, including end-of-document tokens."""
+    """Number of tokens of all documents, including end-of-document tokens."""
     duplicates: list[Duplicate]
-    """In data order."""
+    """The duplicates in the order of the data."""
 
     def count_duplicates(self, *, exact: bool) -> tuple[int, int]:
-        """Counts the exact or near duplicates, and their tokens."""
+        """Returns the number of exact or near duplicates, and the number of their tokens."""
         tokens = [duplicate.tokens for duplicate in self.duplicates if duplicate.exact == exact]
         return len(tokens), sum(tokens)
 
     @property
     def groups(self) -> dict[tuple[str, int], list[Duplicate]]:
-        """Duplicates by the retained document, largest group first."""
+        """Returns the duplicates of each retained document, with the largest group first."""
         groups: dict[tuple[str, int], list[Duplicate]] = {}
         for duplicate in self.duplicates:
             groups.setdefault((duplicate.like_set, duplicate.like), []).append(duplicate)
@@ -88,17 +88,17 @@ def find_duplicates(
     texts_V: Sequence[bytes | None] = (),
     progress: Callable[[str, int, int], object] = lambda *_: None,
 ) -> DedupReport:
-    """Compares all documents of the training text across all sets; the first one of each group is retained.
+    """Compares all documents of the training text across all sets. The first document of each group is retained.
 
     Args:
-        data: complete.
-        threshold: minimum similarity of near duplicates; None finds exact ones only.
-        ngram: words per shingle.
-        texts_V: from `token_texts`; needed for near duplicates.
-        progress: called with the set, its documents read so far, and its total.
+        data: complete data of the run.
+        threshold: minimum similarity of near duplicates; None finds only exact duplicates.
+        ngram: number of words per shingle.
+        texts_V: text of each token, from `token_texts`. Needed for near duplicates.
+        progress: called with the name of a set, the number of its documents read so far, and their total number.
 
     Raises:
-        UserError: if near duplicates are requested for token ids without text, or rensa is not installed.
+        UserError: if near duplicates are requested and a set has token ids without text, or rensa is not installed.
     """
     if threshold is not None:
         _check_near(data)
@@ -132,7 +132,7 @@ def find_duplicates(
             names[owner_D[first_D[index]]],
             int(number_D[first_D[index]]),
             float(similar_D[index]),
-            # Also within a group of near duplicates: the same tokens occur earlier in the data.
+            # This also holds within a group of near duplicates: the same tokens occur earlier in the data.
             bool(firsts_D[index] != index),
         )
         for index in np.flatnonzero(first_D != np.arange(len(first_D))).tolist()
@@ -151,7 +151,7 @@ def _check_near(data: Data) -> None:
 def minhash_signatures(texts_D: Sequence[str], ngram: int) -> np.ndarray:
     """Returns the MinHash signatures of texts: uint32 [D, P]; 0 for a text without words.
 
-    A text of fewer words than `ngram` counts as one shingle.
+    A text with fewer words than `ngram` counts as one shingle.
     """
     from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -178,14 +178,15 @@ def minhash_signatures(texts_D: Sequence[str], ngram: int) -> np.ndarray:
 
 
 def rows_per_band(threshold: float) -> int:
-    """Values per band: as many as still compare two documents of the threshold similarity with `_CERTAINTY`."""
+    """Returns the largest number of values per band that gives `_CERTAINTY` at the threshold similarity."""
     fitting = [rows for rows in range(1, 33) if 1 - (1 - threshold**rows) ** (PERMUTATIONS // rows) >= _CERTAINTY]
     return max(fitting, default=1)
 
 
 def similar_pairs(signed_DP: np.ndarray, threshold: float) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields pairs of documents with signatures that agree in at least the share `threshold`: int64 [K] each, the
-    earlier one first.
+    """Yields pairs of documents whose signatures agree in at least the fraction `threshold` of their values.
+
+    Yields two int64 [K], with the earlier document of each pair first.
 
     A document is compared only with the first documents of each of its buckets.
     """
@@ -209,7 +210,7 @@ def similar_pairs(signed_DP: np.ndarray, threshold: float) -> Iterator[tuple[np.
 
 
 def _group_duplicates(firsts_D: np.ndarray, signed_DP: np.ndarray, threshold: float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the first document of each document's group, and their similarity."""
+    """Returns the first document of each document's group, and the similarity of the two."""
     count = len(firsts_D)
     pairs = [(firsts_D, np.arange(count)), *similar_pairs(signed_DP, threshold)]
     left, right = (np.concatenate(side) for side in zip(*pairs, strict=True))

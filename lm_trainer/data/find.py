@@ -1,8 +1,8 @@
-"""Search for text in the tokens of a run, and for the steps that train on it.
+"""Finds text in the tokens of a run, and the steps that train on it.
 
-It needs no index and reads all tokens. In each occurrence, one token covers a given byte of the text, the anchor. Only
-a few tokens of the vocabulary can cover this byte, and neighbours are compared only at these tokens. So the search
-finds a text regardless of how it was tokenised, even if it begins or ends within a token.
+The search needs no index and reads all tokens. In each occurrence, some token covers a given byte of the text, the
+anchor. Only a few tokens of the vocabulary can cover this byte, and only at these tokens are the neighbours compared.
+Thus the search finds a text regardless of how it was tokenised, even if it begins or ends within a token.
 
 Shape letters: V vocabulary, T tokens of a piece of the stream.
 """
@@ -28,50 +28,50 @@ from lm_trainer.data.tokenize.open_cache import OpenCache
 from lm_trainer.data.tokenizer import Tokenizer
 
 PIECE = 1 << 20
-"""Tokens per search task."""
+"""Number of tokens per search task."""
 _MAX_COMPARED = 24
-"""Up to this many anchors, comparing all tokens with each anchor is faster than a table lookup of all tokens."""
+"""Maximum number of anchor tokens for which comparing all tokens with each of them is faster than a table lookup."""
 _NO_BYTE = -1
 _THREADS = 2
 _SAMPLE_TOKENS = 1 << 16
-"""Tokens sampled to estimate token frequencies."""
+"""Number of tokens to sample for estimating token frequencies."""
 _MAX_ANCHORS = 512
-"""The anchor is chosen among this many bytes at the beginning of the text."""
+"""Number of bytes at the beginning of the text among which the anchor is chosen."""
 
 
 class Match(NamedTuple):
     """An occurrence of the text in a stream of tokens."""
 
     first: int
-    """The token containing its first byte."""
+    """Position of the token that contains the first byte of the text."""
     skipped: int
-    """Bytes of this token before the occurrence."""
+    """Number of bytes of this token before the occurrence."""
     stop: int
-    """The token after its last one."""
+    """Position after the last token of the occurrence."""
 
 
 class TrainedAt(NamedTuple):
-    """A row of one of the run's batches."""
+    """A row of one of the run's batches that contains an occurrence."""
 
     step: int
-    """Counted from 1, as in metrics.jsonl."""
+    """Number of the step, counted from 1 as in metrics.jsonl."""
     row: int
     epoch: int
-    """The epoch of the set, from 0."""
+    """Epoch of the set, counted from 0."""
 
 
 class Occurrence(NamedTuple):
     """An occurrence of the text in a document."""
 
     cache: str
-    """The set and the split: `train`, `validation`, or of a mixture `NAME/train`."""
+    """The set and the split: `train` or `validation`; in a mixture, `NAME/train` or `NAME/validation`."""
     where: str
-    """The document: file and line or row."""
+    """Origin of the document: its file, and its line or row."""
     character: int
-    """Characters of the document before the occurrence."""
+    """Number of characters of the document before the occurrence."""
     match: Match
     trained_at: tuple[TrainedAt, ...]
-    """In step order; empty for held-out or excluded documents, or beyond the last step."""
+    """The rows that train on it, in step order. Empty for held-out and excluded documents, and beyond the last step."""
     excluded: bool = False
     """True if `data.exclude` leaves the document out."""
 
@@ -80,9 +80,9 @@ class Needle:
     """A text to look for in tokens.
 
     Args:
-        text: in UTF-8, not empty.
-        texts_V: the bytes of each token; None ends every text.
-        counts_V: frequency of each token, used to choose the rarest anchor.
+        text: the text in UTF-8, not empty.
+        texts_V: the bytes of each token; None for tokens that end every text.
+        counts_V: frequency of each token, with which the rarest anchor is chosen.
     """
 
     def __init__(self, text: bytes, texts_V: Sequence[bytes | None], counts_V: np.ndarray):
@@ -90,9 +90,9 @@ class Needle:
         covering = _covering_tokens(text, texts_V)
         rarest = min(range(len(covering)), key=lambda position: sum(counts_V[token] for token in covering[position]))
         self.tokens = covering[rarest]
-        """Token -> offsets of the text's beginning within the token; negative if the text begins before the token."""
+        """Maps tokens to offsets of the text's beginning within them; negative if the text begins earlier."""
         self.dtype = token_dtype(len(texts_V))
-        """Of the tokens to search: the narrower, the faster."""
+        """Dtype of the tokens to search. A narrower dtype makes the search faster."""
         self._mask_V = np.zeros(len(texts_V), bool)
         self._mask_V[list(self.tokens)] = True
         self._first_V, self._last_V = (
@@ -100,13 +100,15 @@ class Needle:
         )
 
     def search(self, tokens_T: np.ndarray, first: int, stop: int) -> list[Match]:
-        """Returns the occurrences with an anchor in the tokens [first, stop); indices count from the first of
-        `tokens_T`.
+        """Returns the occurrences whose anchor is in the tokens [first, stop).
+
+        All indices count from the beginning of `tokens_T`.
 
         Args:
-            tokens_T: integers [T]; includes as many tokens on either side as the text has bytes, as far as they exist.
+            tokens_T: integers [T], including as many tokens on either side of the range as the text has bytes, if they
+                exist.
             first: first token to search.
-            stop: end of the tokens to search.
+            stop: exclusive end of the tokens to search.
         """
         part_T = tokens_T[first:stop]
         if len(self.tokens) > _MAX_COMPARED:
@@ -123,7 +125,7 @@ class Needle:
         ]
 
     def _filter_anchors(self, tokens_T: np.ndarray, anchors: np.ndarray) -> np.ndarray:
-        """Keeps the anchors with neighbours that match the adjacent bytes of the text: few out of many."""
+        """Returns the anchors whose neighbours match the adjacent bytes of the text, which few of them do."""
         anchor_tokens = tokens_T[anchors]
         next_bytes = self._first_V[tokens_T[np.minimum(anchors + 1, len(tokens_T) - 1)]]
         previous_bytes = self._last_V[tokens_T[np.maximum(anchors - 1, 0)]]
@@ -148,8 +150,9 @@ class Needle:
                 yield Match(*start, stop)
 
     def _match_right(self, tokens_T: np.ndarray, position: int, done: int) -> int | None:
-        """Returns the index after the last token of the text, or None if the text differs; its first `done` bytes
-        precede `position`.
+        """Returns the index after the last token of the text; None if the text differs.
+
+        The first `done` bytes of the text precede `position`.
         """
         while done < len(self.text):
             text = self._texts_V[int(tokens_T[position])] if position < len(tokens_T) else None
@@ -159,7 +162,10 @@ class Needle:
         return position
 
     def _match_left(self, tokens_T: np.ndarray, position: int, offset: int) -> tuple[int, int] | None:
-        """Returns the token in which the text begins, and its bytes before the text; `offset` as in `tokens`."""
+        """Returns the index of the token in which the text begins, and the number of its bytes before the text.
+
+        `offset` is a value of `tokens`.
+        """
         while offset < 0:
             position -= 1
             text = self._texts_V[int(tokens_T[position])] if position >= 0 else None
@@ -173,9 +179,7 @@ class Needle:
 
 
 def _covering_tokens(text: bytes, texts_V: Sequence[bytes | None]) -> list[dict[int, tuple[int, ...]]]:
-    """Maps, for each of the first bytes of the text, every token that can cover it to the token's bytes before the
-    text.
-    """
+    """Maps, for each of the text's first bytes, the tokens that can cover it to their bytes before the text."""
     candidates: list[dict[int, set[int]]] = [{} for _ in range(min(len(text), _MAX_ANCHORS))]
 
     def add_candidate(token: int, offset: int, length: int) -> None:
@@ -187,7 +191,7 @@ def _covering_tokens(text: bytes, texts_V: Sequence[bytes | None]) -> list[dict[
         if not token_text:
             continue
         inside.setdefault(token_text, []).append(token)
-        # Tokens that reach beyond an end of the text, or contain all of it.
+        # Tokens that extend beyond an end of the text, or contain all of it.
         for offset in range(1, len(token_text)):
             if text.startswith(token_text[offset:]) or token_text.startswith(text, offset):
                 add_candidate(token, offset, len(token_text))
@@ -210,7 +214,7 @@ def search_stream(
     """Yields the occurrences in a stream, in order.
 
     Args:
-        stream: of tokens.
+        stream: stream of tokens.
         needle: the text.
         progress: called with the number of tokens searched so far.
     """
@@ -246,18 +250,18 @@ def find_text(
     texts_V: Sequence[bytes | None],
     progress: Callable[[str, int, int], object] = lambda *_: None,
 ) -> Iterator[tuple[str, Match]]:
-    """Yields the name of a cache and the match, for each occurrence of a text; includes held-out sets.
+    """Yields the name of the cache and the match for each occurrence of a text, including in held-out sets.
 
     Args:
-        data: complete.
-        text: to look for.
-        texts_V: from `token_texts` of the data's tokenizer.
-        progress: called with the cache, its tokens searched so far, and its total.
+        data: complete data of the run.
+        text: the text to look for.
+        texts_V: text of each token, from `token_texts` of the data's tokenizer.
+        progress: called with the name of a cache, the number of its tokens searched so far, and their total number.
 
     Raises:
-        UserError: for an empty text.
+        UserError: if the text is empty.
     """
-    # Some tokenizers normalise text (such as to lower case), and the data were normalised the same way.
+    # Some tokenizers normalise text (for example to lower case), and the data were normalised in the same way.
     as_tokenised = data.tokenizer.decode(data.tokenizer.encode(text))
     if not as_tokenised:
         raise UserError("there is nothing to look for: the text is empty")
@@ -280,10 +284,10 @@ class Tracer:
     """Finds the document of each occurrence, and the steps that train on it.
 
     Args:
-        data: of the run.
-        schedule: rows of the global batch at each step.
-        num_steps: of the run.
-        texts_V: from `token_texts`.
+        data: data of the run.
+        schedule: number of rows of the global batch at each step.
+        num_steps: number of steps of the run.
+        texts_V: text of each token, from `token_texts`.
     """
 
     def __init__(self, data: Data, schedule: BatchSchedule, num_steps: int, texts_V: Sequence[bytes | None]):
@@ -294,7 +298,7 @@ class Tracer:
         }
 
     def trace(self, name: str, match: Match) -> Occurrence:
-        """Returns the document of an occurrence, and its steps."""
+        """Returns the occurrence with its document and the steps that train on it."""
         cache = self._data.caches[name]
         (passage,) = iter_full_stream_passages(cache, self._data.tokenizer, match.first, 1)
         character = self._char_offset(cache, self._data.tokenizer, match, passage.offset)
@@ -322,6 +326,6 @@ class Tracer:
         ids = cache.whole.read(np.array([match.first - offset]), offset + 1)[0].tolist()
         texts = [self._texts_V[token] or b"" for token in ids]
         prefix = b"".join(texts[:-1]) + texts[-1][: match.skipped]
-        # Some tokenizers put a blank before a document; it is not part of the text.
+        # Some tokenizers put a blank before a document, which is not part of the text.
         added = texts[0].startswith(b" ") and not tokenizer.decode(ids[:1]).startswith(" ") and bool(prefix)
         return len(prefix.decode(errors="ignore")) - added

@@ -1,4 +1,4 @@
-"""Identity of a run's data: fingerprints that differ if any batch may differ."""
+"""The identity of a run's data, as fingerprints that differ if any batch may differ."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lm_trainer.data.tokenize.open_cache import OpenCache
 
 @dataclass(frozen=True)
 class DataIdentity:
-    """Hashes data in two ways: by their tokens, and by the sources of the tokens.
+    """Hashes data in two ways: by their tokens, and by the sources from which the tokens are made.
 
-    If `step` is given, the set weights from this step on are ignored, so a continued run may change them.
+    If `step` is not None, the set weights from this step on are ignored, so that a continued run may change them.
     """
 
     config: DataConfig
@@ -25,7 +25,7 @@ class DataIdentity:
     train_sets: TrainSets
 
     def hash_tokens(self, step: int | None) -> str:
-        """Hashes the tokens, their meaning and the order, regardless of their source; needs finished caches."""
+        """Hashes the tokens, their meaning and the order, regardless of their source. Needs finished caches."""
         orders = [
             [train.name, train.num_rows, train.seed, train.shuffle.model_dump(mode="json")]
             for train in self.train_sets.current_sets()
@@ -34,7 +34,7 @@ class DataIdentity:
         return fingerprint({"tokens": tokens, "orders": orders, **self._token_settings(step)})
 
     def hash_sources(self, step: int | None) -> str:
-        """Hashes the manifests (files with sizes and times, tokenizer, rules) and the order; available immediately."""
+        """Hashes the manifests (files with sizes and times, tokenizer, rules) and the order. Available immediately."""
         config = self.config
         seeds = {name: self.row_builder.seed_for_set(name) for name in config.trained}
         return fingerprint(
@@ -53,7 +53,7 @@ class DataIdentity:
             "eos_id": tokenizer.eos_id,
             "vocab_size": tokenizer.vocab_size,
             "seq_len": self.row_builder.seq_len,
-            # The first stage always counts: step 0 has weights too.
+            # The first stage always counts, since step 0 has weights, too.
             "stages": [stage for stage in config.stages if step is None or stage[0] < max(step, 1)],
             "packing": config.packing,
             "limits": [config.value_for_set(config.max_train_batches, name) for name in config.trained],
@@ -65,7 +65,10 @@ class DataIdentity:
         return {name: cache.exclusion.digest for name, cache in self.caches.items() if cache.exclusion is not None}
 
     def _feature_settings(self) -> dict[str, object]:
-        """Settings that determine features; empty for text, so the hashes of text data stay the same."""
+        """Returns the settings that determine features.
+
+        Empty for text, so that the hashes of text data stay the same.
+        """
         formats = {name: set_config.format for name, set_config in self.config.sets.items()}
         if self.config.features_shape is None:
             return {}

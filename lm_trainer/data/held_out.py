@@ -1,4 +1,4 @@
-"""Held-out sets for an existing model, opened with the model's tokenizer."""
+"""Opens held-out sets for an existing model, with the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A held-out set with its documents."""
+    """A held-out set and its documents."""
 
     name: str
-    """As in the configuration; `validation` for a single set."""
+    """Name of the set as in the configuration; `validation` for a single set."""
     rows: EvalSet
     cache: OpenCache
     ends_D: np.ndarray
-    """int64 [D]: the end of each of the set's documents in the stream."""
+    """int64 [D]: exclusive end in the stream of each of the set's documents."""
 
     def first_passage(self, document: int, tokens: int) -> Passage:
-        """Returns the beginning of a document, and its origin."""
+        """Returns the beginning of a document and its origin."""
         start = int(self.ends_D[document - 1]) if document else self.rows.first_token
         count = min(tokens, int(self.ends_D[document]) - start)
         return next(iter(iter_passages(self.cache, self.rows.tokenizer, start, count)))
@@ -55,17 +55,17 @@ def open_held_out(
     stride: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> HeldOutData:
-    """Tokenises held-out text that is not cached yet, and opens it.
+    """Opens the held-out text of a configuration, and tokenises it first if it is not cached yet.
 
     Args:
         config: the `data` section. If it names another tokenizer, the text is tokenised with `tokenizer`.
         tokenizer: the model's tokenizer.
-        seq_len: inputs of each row.
-        stride: as in `EvalSet`.
+        seq_len: number of inputs of each row.
+        stride: see `EvalSet`.
         on_progress: called with the progress of tokenising.
 
     Raises:
-        UserError: for missing, damaged or empty text, tokens of another tokenizer, or without any held-out text.
+        UserError: if text is missing, damaged or empty, tokens are of another tokenizer, or there is no held-out text.
         MachineError: if the disk is full.
     """
     config, notes = _with_tokenizer(config, tokenizer)
@@ -90,7 +90,7 @@ def open_held_out(
 
 def _make_held_out(rows: EvalSet, cache: OpenCache) -> HeldOut:
     ends_D = np.cumsum(cache.document_lengths())
-    # A set cut from the end of a training text may begin within a document; its first document is the remainder.
+    # A set cut from the end of a training text may begin within a document, whose remainder is its first document.
     return HeldOut(rows.name, rows, cache, ends_D[ends_D > rows.first_token])
 
 
@@ -100,7 +100,7 @@ def _is_held_out(config: DataConfig, cache: str) -> bool:
 
 
 def _with_tokenizer(config: DataConfig, tokenizer: HfTokenizer) -> tuple[DataConfig, list[str]]:
-    """Returns the configuration with caches for this tokenizer: unchanged if it names the same one."""
+    """Returns the configuration with caches for this tokenizer. It is unchanged if it names the same tokenizer."""
     configured = _find_named_tokenizer(config)
     if configured is not None and configured.identity() == tokenizer.identity():
         return config, []
@@ -112,7 +112,7 @@ def _with_tokenizer(config: DataConfig, tokenizer: HfTokenizer) -> tuple[DataCon
             "the data are tokens of another tokenizer than the model's; name the text that they were made from"
         )
     is_bytes = isinstance(tokenizer, ByteTokenizer)
-    # The cache name contains the tokenizer's hash, so all models with this tokenizer share tokenised text.
+    # The cache name contains a hash of the tokenizer, so all models with this tokenizer share the tokenised text.
     new_tokenizer: BytesTokenizer | Pretrained = (
         BytesTokenizer() if is_bytes else Pretrained(name=f"sha256-{tokenizer.identity()['sha256'][:16]}")
     )
@@ -123,7 +123,7 @@ def _with_tokenizer(config: DataConfig, tokenizer: HfTokenizer) -> tuple[DataCon
 
 
 def _find_named_tokenizer(config: DataConfig) -> HfTokenizer | None:
-    """Returns the tokenizer named by a configuration, if it is available."""
+    """Returns the tokenizer that a configuration names, if it is available."""
     try:
         directory, specs = find_caches(config)
         return find_tokenizer(config, directory, specs)

@@ -1,4 +1,4 @@
-"""Inspection of caches: their progress, the integrity of their files, and their documents.
+"""Inspects caches: their progress, the integrity of their files, and their documents.
 
 Shape letters: D documents, T tokens of a document.
 """
@@ -45,23 +45,23 @@ from lm_trainer.data.tokenize.ready_rows import ReadyRows
 
 
 class FeatureStatus(NamedTuple):
-    """Features of the documents of an audio cache."""
+    """The audio features of a cache's documents."""
 
     frames: int
     channels: int
     stored: bool
-    """False if they are recomputed for every batch."""
+    """False if the features are recomputed for every batch."""
 
     def describe(self, documents: int) -> str:
-        """Describes the features of some documents, such as `features of 3000 x 80 (1.9 MB)`."""
-        # float32: four bytes each.
+        """Describes the features of a number of documents, such as `features of 3000 x 80 (1.9 MB)`."""
+        # Each number is a float32 of four bytes.
         size = f"{4 * self.frames * self.channels * documents / 1e6:,.1f} MB" if self.stored else "made on the fly"
         return f"features of {self.frames} x {self.channels} ({size})"
 
 
 @dataclass(frozen=True)
 class CacheStatus:
-    """State of one cache."""
+    """The state of one cache."""
 
     name: str
     """`train` or `validation`, preceded by the name of the set in a mixture."""
@@ -71,19 +71,19 @@ class CacheStatus:
     ledger: Ledger
     num_shards: int
     builder: str | None
-    """The process building it, and the time since its last heartbeat."""
+    """The process that builds the cache, and the time since its last heartbeat; None if no process does."""
     misfit: str | None
-    """The reason training would refuse the cache, if any."""
+    """The reason why training would refuse the cache, if any."""
     key: str = ""
     """`NAME/train` or `NAME/validation`."""
     features: FeatureStatus | None = None
-    """None for text only."""
+    """Features of the documents; None if there is only text."""
     prebuilt: bool = False
-    """True for a read-only cache built elsewhere."""
+    """True for a read-only cache that was built elsewhere."""
 
     @property
     def begun(self) -> bool:
-        """True if any part was built, even if the manifest is lost."""
+        """True if any part has been built, even if the manifest is lost."""
         return self.fingerprint is not None or self.ledger.begun
 
     def __str__(self) -> str:
@@ -102,8 +102,9 @@ class CacheStatus:
 
 
 def cache_statuses(config: DataConfig) -> list[CacheStatus]:
-    """Returns the state of each cache, including any mismatch with the configuration; reads no text and changes no
-    file.
+    """Returns the state of each cache, including any mismatch with the configuration.
+
+    Reads no text and changes no file.
     """
     directory, caches = find_caches(config)
     misfits = find_mismatches(config, directory, caches)
@@ -127,27 +128,27 @@ def _cache_status(name: str, cache: CacheSpec, misfit: str | None) -> CacheStatu
 
 
 def verify_cache(store: KvStore, ledger: Ledger) -> list[str]:
-    """Compares every file of a cache with its commit record; returns one line for each damaged file."""
+    """Compares every file of a cache with its commit record. Returns one line for each damaged file."""
     return [line for lines in find_damaged_parts(store, ledger).values() for line in lines]
 
 
 def find_damaged_parts(store: KvStore, ledger: Ledger) -> dict[int, list[str]]:
-    """Checks every file of a cache like `verify`; returns the lines of each damaged part by its number."""
+    """Checks every file of a cache like `verify_cache`. Returns the lines of each damaged part, keyed by its number."""
     lines = {part: _find_problems(store, ledger, part) for part in range(len(ledger.parts))}
     return {part: problems for part, problems in lines.items() if problems}
 
 
 def remove_parts(store: KvStore, ledger: Ledger, parts: Collection[int]) -> int:
-    """Removes parts by number, so the next build recreates them; returns their count.
+    """Removes the parts with the given numbers, so that the next build recreates them. Returns how many it removed.
 
-    A build starts with the first missing part of a shard and writes the same bytes as before.
+    A build resumes at the first missing part of a shard, and writes exactly the bytes that the removed parts had.
     """
     for part in parts:
         name = ledger.parts[part]
         store.delete(shard_key(int(name.partition("-")[0])))
         store.delete(part_key(name, "json"))
     if parts:
-        # The next builder re-adds the existing parts.
+        # The next builder adds the existing parts to a new ledger.
         store.delete(LEDGER)
     return len(parts)
 
@@ -192,27 +193,27 @@ def _compare_file(store: KvStore, name: str, kind: str, blob: FileRecord) -> str
 
 
 class CacheStats(NamedTuple):
-    """Document lengths of a cache, and how well they fill rows."""
+    """Statistics of a cache's document lengths, and of how well documents fill rows."""
 
     documents: int
     tokens: int
     bytes_per_token: float | None
-    """Bytes of the text in UTF-8; None if the tokens were made elsewhere."""
+    """Number of UTF-8 bytes of text per token; None if the tokens were made elsewhere."""
     quantiles: dict[str, int]
-    """Tokens of a document, including its end: the least, the median, ..."""
+    """Quantiles of the number of tokens per document, including its end: the minimum, the median, and so on."""
     packing: dict[str, PackingStats]
     left_out: int
-    """Documents left out by `data.exclude`; the other statistics do not include them."""
+    """Number of documents that `data.exclude` leaves out. The other statistics do not include them."""
     left_out_tokens: int
 
 
 def cache_stats(store: KvStore, ledger: Ledger, seq_len: int | None, exclusion: Exclusion | None = None) -> CacheStats:
-    """Computes document lengths and how well they fill rows of `seq_len`, without excluded documents.
+    """Computes statistics of document lengths, and of how well documents fill rows of `seq_len`.
 
-    Without `seq_len` each document is its own row, so packing is not computed.
+    Excluded documents do not count. If `seq_len` is None, each document is a separate row, so packing is not computed.
 
     Raises:
-        UserError: if the cache holds no documents yet.
+        UserError: if the cache does not have any documents yet.
     """
     lengths_D = document_lengths(store, ledger)
     if not len(lengths_D):
@@ -224,7 +225,7 @@ def cache_stats(store: KvStore, ledger: Ledger, seq_len: int | None, exclusion: 
         lengths_D = np.delete(lengths_D, exclusion.documents_N)
     points = {"least": 0, "5 %": 5, "median": 50, "95 %": 95, "most": 100}
     quantiles = {name: int(np.percentile(lengths_D, point)) for name, point in points.items()}
-    # The loss mask is counted over the full stream, so it is not counted if documents are excluded.
+    # Loss targets are counted in the full stream, so they are not counted if documents are excluded.
     masked = ledger.marks and not len(left_out)
     count_targets = partial(_num_targets, store, ledger, lengths_D) if masked else None
     packing = {} if seq_len is None else packing_stats(lengths_D, seq_len, count_targets)
@@ -235,12 +236,13 @@ def cache_stats(store: KvStore, ledger: Ledger, seq_len: int | None, exclusion: 
 
 
 def _num_targets(store: KvStore, ledger: Ledger, lengths_D: np.ndarray, count: int) -> int:
-    """Counts loss targets among the first `count` tokens: tokens in the loss that follow another token of their
-    document.
+    """Returns the number of loss targets among the first `count` tokens.
+
+    Loss targets are tokens in the loss that follow another token of their document.
     """
     mask, starts_D = LossMaskStream(store, ledger, np.dtype(np.uint8)), np.cumsum(lengths_D) - lengths_D
     targets = begin = 0
-    # Part by part: the full mask may not fit in memory.
+    # Works part by part, because the full mask may not fit in memory.
     for tokens in ledger.tokens:
         end = min(begin + tokens, count)
         if end <= begin:
@@ -252,31 +254,31 @@ def _num_targets(store: KvStore, ledger: Ledger, lengths_D: np.ndarray, count: i
 
 
 class ShownDocument(NamedTuple):
-    """A document as stored in the cache."""
+    """A document as it is stored in the cache."""
 
     number: int
     where: str
-    """Its origin: the file and the line or row."""
+    """Origin of the document: its file, and its line or row."""
     tokens: int
     in_loss: int
-    """Tokens counted by the loss."""
+    """Number of tokens that count in the loss."""
     text: str
-    """The text, or a beginning of it longer than requested. If the cache has a loss mask, tokens counted by the loss
-    are enclosed in `⟦` and `⟧`."""
+    """The text, or a beginning of it that is longer than requested. If the cache has a loss mask, tokens that count in
+    the loss are enclosed in `⟦` and `⟧`."""
 
 
 def inspect_documents(config: DataConfig, name: str, first: int, count: int, chars: int = 0) -> Iterator[ShownDocument]:
     """Yields documents of a built cache, as the model sees them.
 
     Args:
-        config: the `data` section that built it.
-        name: `NAME/train` or `NAME/validation`; `train` and `validation` for a single set.
+        config: the `data` section that built the cache.
+        name: name of the cache, `NAME/train` or `NAME/validation`. For a single set, `train` or `validation`.
         first: number of the first document.
         count: number of documents.
-        chars: characters of each text to show; 0 shows all.
+        chars: number of characters to show of each text; 0 shows all.
 
     Raises:
-        UserError: for a cache that does not exist, does not fit the configuration, or has no such document.
+        UserError: if the cache does not exist, does not match the configuration, or does not contain the document.
     """
     directory, caches = find_caches(config)
     name = complete_cache_name(caches, name)
@@ -296,7 +298,7 @@ def inspect_documents(config: DataConfig, name: str, first: int, count: int, cha
 
 
 class _DocumentReader:
-    """Full documents of a cache by number, including documents that span several parts."""
+    """Reads full documents of a cache by number, including documents that span several parts."""
 
     def __init__(self, build: Build | FinishedCache, ledger: Ledger, chars: int):
         self._build, self._ledger, self._chars = build, ledger, chars
@@ -306,7 +308,7 @@ class _DocumentReader:
 
     def __getitem__(self, number: int) -> ShownDocument:
         store, ledger = self._build.store, self._ledger
-        # Documents are numbered by their ends: a part counts the documents that end in it.
+        # Documents are numbered by their ends, since a part counts the documents that end in it.
         part = int(np.searchsorted(self._ended, number, side="right"))
         index = number - (int(self._ended[part - 1]) if part else 0)
         lengths = read_lengths(store, ledger, part)
@@ -324,10 +326,11 @@ class _DocumentReader:
         return ShownDocument(number, source, length, counted, self._decode_text(start, length, in_loss_T))
 
     def _decode_text(self, start: int, length: int, in_loss_T: np.ndarray | None) -> str:
-        """Decodes more characters than requested, if the text has more, but not all: a document may be larger than
-        memory.
+        """Decodes at least the requested number of characters, if the text has as many.
+
+        Does not decode the full text, because a document may be larger than memory.
         """
-        # Initial guess of the tokens needed, raised until it suffices.
+        # An initial guess of the number of tokens needed, which is raised until it suffices.
         count = 8 * self._chars if self._chars else length
         while True:
             ids_T = self._tokens.read(np.array([start]), min(count, length))[0]
@@ -340,7 +343,7 @@ class _DocumentReader:
         return self._build.tokenizer.decode(ids_T.tolist())
 
     def _decode_with_brackets(self, ids_T: np.ndarray, in_loss_T: np.ndarray) -> str:
-        """Decodes tokens, with brackets around the runs counted by the loss."""
+        """Decodes tokens, with brackets around the runs that count in the loss."""
         changes = np.flatnonzero(np.diff(in_loss_T)) + 1
         texts = [self._decode(run) for run in np.split(ids_T, changes)]
         counted = [in_loss_T[position] for position in [0, *changes.tolist()]]
@@ -348,10 +351,10 @@ class _DocumentReader:
 
 
 def complete_cache_name(names: Collection[str], name: str) -> str:
-    """Completes the name of a cache: `train` is short for the only set's `NAME/train`.
+    """Completes the name of a cache: `train` is short for `NAME/train` if there is only one set.
 
     Raises:
-        UserError: for an unknown name, with the valid names.
+        UserError: if the name is unknown; lists the valid names.
     """
     for full in names:
         if name in (full, full.partition("/")[2] if len({k.partition("/")[0] for k in names}) == 1 else full):

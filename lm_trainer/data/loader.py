@@ -1,7 +1,7 @@
-"""Rows and batches of a run, read through Grain.
+"""Reads the rows and batches of a run through Grain.
 
-Element i of the source holds this host's rows of one step, so a run can start at any step at the same cost, and a batch
-is read in one piece. A step never depends on which batches were read earlier.
+Element i of the source holds this host's rows of one step, so a run can start at any step at the same cost, and each
+batch is read as a unit. The rows of a step never depend on which batches were read earlier.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lm_trainer.data.rows.worker import free_shared_memory, read_in_processes
 from lm_trainer.data.tokenize.open_cache import MissingTokens
 
 HostRows = Sequence[int] | Callable[[int], Sequence[int]]
-"""This host's rows of the global batch; if the batch size changes, a function of the size."""
+"""Numbers of this host's rows in the global batch. If the batch size changes, a function of the size."""
 
-# One thread reads while the other waits for a disk. More prefetched batches make no step faster.
+# One thread reads while the other waits for a disk. Prefetching more batches does not make steps faster.
 _THREADS, _PREFETCHED = 2, 4
 
 
 class _StepSource:
-    """Random-access source for Grain: element i is this host's rows of step `steps[i]`."""
+    """Random-access source for Grain, whose element i has this host's rows of step `steps[i]`."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class _StepSource:
         self._rows = {size: np.asarray(rows(size), np.int64) for size in schedule.sizes.values}
 
     def __getstate__(self) -> dict[str, object]:
-        # A worker process ends by itself, so it does not need the event.
+        # A worker process ends on its own, so it does not need the event.
         return {**self.__dict__, "_closed": None}
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class _StepSource:
         return self._order.read(self._row_positions(int(index)))
 
     def missing_tokens(self, index: int) -> MissingTokens | None:
-        """Returns the tokens needed for element `index` but not tokenised yet."""
+        """Describes the tokens that element `index` needs but that are not tokenised yet."""
         if not isinstance(self._order, GrowingOrder) or index >= len(self):
             return None
         return self._order.missing_tokens(self._row_positions(index))
@@ -73,13 +73,13 @@ class _StepSource:
 
 
 class _RowSource:
-    """Random-access source for Grain: element i is row i of the run, of any step."""
+    """Random-access source for Grain, whose element i is row i of the run, regardless of its step."""
 
     def __init__(self, order: TrainOrder):
         self._order = order
 
     def __len__(self) -> int:
-        # The convention of Grain's own infinite datasets.
+        # Follows the convention of Grain's own infinite datasets.
         return sys.maxsize if self._order.length is None else self._order.length
 
     def __getitem__(self, index: SupportsIndex) -> Batch:
@@ -90,12 +90,12 @@ class _RowSource:
 
 
 def row_dataset(order: TrainOrder) -> grain.MapDataset[Batch]:
-    """The rows of a final order as a Grain dataset."""
+    """Returns the rows of a final order as a Grain dataset."""
     return grain.MapDataset.source(_RowSource(order))
 
 
 def _num_worker_processes(order: TrainOrder | GrowingOrder) -> int:
-    """Counts the worker processes requested by pipelines of the user."""
+    """Returns the number of worker processes that the user's pipelines request."""
     if not isinstance(order, TrainOrder):
         return 0
     counts = [train.rows.source.worker_processes for train in order.sets if isinstance(train.rows, GrainRows)]
@@ -103,17 +103,17 @@ def _num_worker_processes(order: TrainOrder | GrowingOrder) -> int:
 
 
 class TrainIterator(Iterator[Batch]):
-    """Yields the batches of consecutive steps. Call `close` to end its threads.
+    """Iterator over the batches of consecutive steps. Call `close` to end its threads.
 
     Args:
         order: the rows of the run by their positions.
-        schedule: rows of the global batch at each step.
-        rows: this host's rows of the global batch.
+        schedule: number of rows of the global batch at each step.
+        rows: numbers of this host's rows in the global batch.
         steps: the steps to read, counted from 0.
-        closed: set by `close`; ends threads waiting for text still being tokenised.
+        closed: event that `close` sets, which ends threads that wait for text still being tokenised.
 
     Raises:
-        UserError: if a batch does not have such rows.
+        UserError: if a batch does not have these rows.
     """
 
     def __init__(
@@ -149,28 +149,28 @@ class TrainIterator(Iterator[Batch]):
             raise StopIteration
         batch = next(self._grain)
         self._taken += 1
-        # Copied out of memory shared with the workers, which reuse it.
+        # Copied out of the memory shared with the workers, because they reuse it.
         return jax.tree.map(np.array, batch) if self._shared else batch
 
     @property
     def growing(self) -> bool:
-        """True if a batch may have to wait for text still being tokenised."""
+        """True if a batch may have to wait for text that is still being tokenised."""
         return isinstance(self._order, GrowingOrder) and self._order.growing
 
     def missing_tokens(self) -> MissingTokens | None:
-        """Returns the tokens the next batch waits for; None if `next` does not have to wait for tokenising.
+        """Describes the tokens for which the next batch waits; None if `next` does not have to wait for tokenising.
 
         Raises:
-            UserError: if they will never come because the build of their cache failed.
+            UserError: if they will never arrive because the build of their cache failed.
         """
         return self._source.missing_tokens(self._taken)
 
     def get_state(self) -> dict[str, object]:
-        """The state in the format of Grain's iterators: the next step, counted from 0, and the states of pipelines."""
+        """Returns the next step, counted from 0, and the states of pipelines, in the format of Grain's iterators."""
         return {"next_index": self._steps.start + self._taken, **self._pipeline_states()}
 
     def _pipeline_states(self) -> dict[str, object]:
-        """States of sets read sequentially, each at its next row."""
+        """Returns the states of sets that are read sequentially, each at its next row."""
         if not isinstance(self._order, TrainOrder):
             return {}
         step = self._steps.start + self._taken
@@ -198,7 +198,7 @@ class TrainIterator(Iterator[Batch]):
                     train.rows.restore(states[train.name])
 
     def close(self) -> None:
-        """Ends the threads; waiting threads end first, since Grain joins them."""
+        """Ends the threads. Threads that wait for text are ended first, since Grain joins them."""
         self._closed.set()
         if self._grain is not None:
             self._grain.close()

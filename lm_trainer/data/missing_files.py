@@ -1,4 +1,4 @@
-"""Check of the `data` section for missing files, globs and tokenizers. Reads no text."""
+"""Checks the `data` section for missing files, globs without matches, and missing tokenizers. Reads no text."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from lm_trainer.data.tokenizer.hf import find_pretrained
 
 
 def find_missing_data(config: DataConfig, *, network: bool) -> Iterator[tuple[str, str]]:
-    """Yields missing inputs of training, as (dotted key below `data`, reason).
+    """Yields the missing inputs of training, as (dotted key below `data`, reason).
 
     Args:
-        config: the section.
-        network: also check object storage, web servers and the hub; otherwise only the tokenizer is looked up remotely.
+        config: the `data` section.
+        network: True to also check object storage, web servers and the hub. Otherwise, only the tokenizer is looked up
+            remotely.
     """
     tokenizer = config.tokenizer_config
     if isinstance(tokenizer, Pretrained):

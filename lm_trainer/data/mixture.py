@@ -1,7 +1,9 @@
-"""Mixture: the set of each row of training. Every prefix keeps the proportions, which may change at given steps.
+"""Determines from which set each training row comes.
 
-The sets alternate in a fixed cycle, not at random: in every prefix, a set's row count is within one row of its share,
-and the set of any position is computed without the positions before it.
+Every prefix keeps the proportions, which may change at given steps.
+
+The sets alternate in a fixed cycle, not at random. In every prefix, the number of rows of a set is within one row of
+its share, and the set of any position can be computed without the positions before it.
 
 Shape letters: N positions, C positions of a cycle, K sets.
 """
@@ -21,14 +23,14 @@ from typing import NamedTuple
 import numpy as np
 
 RESOLUTION = 1 << 16
-"""Maximum number of positions in a cycle; weights that need more are rounded to multiples of its inverse."""
+"""Maximum number of positions in a cycle. Weights that need a longer cycle are rounded to multiples of its inverse."""
 
 
 def check_set_names(names: Collection[str]) -> None:
-    """Makes sure the name of every set is a valid directory, not nested in another set's.
+    """Checks that the name of every set is a valid directory name and is not nested in the name of another set.
 
     Raises:
-        ValueError: naming an invalid one.
+        ValueError: if a name is invalid; gives the name.
     """
     if bad := [name for name in names if not re.fullmatch(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", name)]:
         raise ValueError(f"configs: a set cannot be called {bad[0]!r}; use letters, digits, `_`, `-`, `.` and `/`")
@@ -38,10 +40,10 @@ def check_set_names(names: Collection[str]) -> None:
 
 
 def check_known_sets(key: str, names: Iterable[str], sets: Collection[str]) -> None:
-    """Makes sure a key names only existing sets.
+    """Checks that a key names only existing sets.
 
     Raises:
-        ValueError: naming the first unknown one.
+        ValueError: if it does not; gives the first unknown name.
     """
     if unknown := [name for name in names if name not in sets]:
         near = difflib.get_close_matches(unknown[0], sets, 1)
@@ -50,22 +52,22 @@ def check_known_sets(key: str, names: Iterable[str], sets: Collection[str]) -> N
 
 
 def check_steps(steps: Sequence[int]) -> None:
-    """Makes sure weights change at increasing steps, starting at 0.
+    """Checks that weights change at increasing steps, starting at 0.
 
     Raises:
-        ValueError: otherwise.
+        ValueError: if they do not.
     """
     if not steps or steps[0] != 0 or any(a >= b for a, b in itertools.pairwise(steps)):
         raise ValueError(f"train_weights: the steps of its stages must begin at 0 and rise, got {steps}")
 
 
 def cycle_counts(weights: Sequence[float]) -> tuple[int, ...]:
-    """Returns the number of positions of each weight in the shortest cycle; exact if the cycle fits `RESOLUTION`.
+    """Returns the number of positions of each weight in the shortest cycle. It is exact if the cycle fits `RESOLUTION`.
 
     Raises:
         ValueError: if no weight is positive, or a weight is too small for a single position.
     """
-    # The decimal written by the user, not the nearest binary fraction: 0.1 is exactly a tenth.
+    # Uses the decimal that the user wrote, not the nearest binary fraction, so that 0.1 is exactly a tenth.
     parts = [Fraction(repr(weight)) for weight in weights]
     total = sum(parts)
     if total <= 0 or min(parts) < 0:
@@ -75,7 +77,7 @@ def cycle_counts(weights: Sequence[float]) -> tuple[int, ...]:
     if length > RESOLUTION:
         parts = [part * RESOLUTION for part in parts]
         counts = [math.floor(part) for part in parts]
-        # Largest remainders: positions left over from rounding down go to the sets that lost the most.
+        # Largest remainder method: positions left over from rounding down go to the sets that lost the most.
         by_remainder = sorted(range(len(parts)), key=lambda index: counts[index] - parts[index])
         for index in by_remainder[: RESOLUTION - sum(counts)]:
             counts[index] += 1
@@ -88,19 +90,19 @@ def cycle_counts(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 class MixtureCycle(NamedTuple):
-    """Order of the sets, repeated until the weights change."""
+    """Order of the sets, which is repeated until the weights change."""
 
     sets_C: np.ndarray
     """int16: the set of each position."""
     draws_C: np.ndarray
-    """int32: earlier occurrences of the set in the cycle."""
+    """int32: number of earlier occurrences in the cycle of the position's set."""
 
 
 @lru_cache(maxsize=64)
 def mixture_cycle(counts: tuple[int, ...]) -> MixtureCycle:
-    """Computes the cycle in which, for every prefix, each set's row count is within one row of its share.
+    """Computes the cycle in which, for every prefix, the number of rows of each set is within one row of its share.
 
-    Draw j of a set with c of L positions must fall in [floor(jL/c), ceil((j+1)L/c)); serving the earliest deadline
+    Draw j of a set with c of L positions must fall in [floor(jL/c), ceil((j+1)L/c)). Serving the earliest deadline
     first meets all deadlines (Baruah et al., "Proportionate progress", Algorithmica 15, 1996).
     """
     length = sum(counts)
@@ -110,9 +112,9 @@ def mixture_cycle(counts: tuple[int, ...]) -> MixtureCycle:
     releases = numbers * length // shares_of
     deadlines = -(-(numbers + 1) * length // shares_of)
     order = np.argsort(releases, kind="stable")
-    # A single number encodes deadline and set: the heap compares it faster than a pair.
+    # A single number encodes the deadline and the set, because the heap compares numbers faster than pairs.
     jobs = (deadlines * len(counts) + sets)[order].tolist()
-    # For each position, the number of jobs released by then; the heap is never empty, since the shares fill the cycle.
+    # For each position, the number of jobs released by then. The heap is never empty, since the shares fill the cycle.
     first_job_after = np.searchsorted(releases[order], np.arange(length), side="right").tolist()
     ready: list[int] = []
     num_released, served = 0, []
@@ -134,19 +136,19 @@ class Mixture:
     A set's draws are 0, 1, 2, ... regardless of the weights, so changing weights neither skips nor repeats rows.
 
     Args:
-        stages: (first position, shares of the sets); the first stage begins at 0, and positions increase.
+        stages: (first position, shares of the sets) of each stage. The first stage begins at 0, and positions increase.
     """
 
     def __init__(self, stages: Sequence[tuple[int, tuple[int, ...]]]):
         self._starts = np.asarray([start for start, _ in stages], np.int64)
         self._shares = [counts for _, counts in stages]
-        # Draws of each set before each stage.
+        # The number of draws of each set before each stage.
         self._before = [np.zeros(len(self._shares[0]), np.int64)]
         for counts, length in zip(self._shares, np.diff(self._starts).tolist(), strict=False):
             self._before.append(self._before[-1] + _count_draws(counts, length))
 
     def locate_draws(self, positions_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the set of each position, and the number of the draw within it: two int64 [N]."""
+        """Returns the set of each position, and the number of the draw within the set: two int64 [N]."""
         positions_N = np.asarray(positions_N, np.int64)
         sets_N, draws_N = np.empty_like(positions_N), np.empty_like(positions_N)
         stages_N = np.searchsorted(self._starts, positions_N, side="right") - 1
@@ -162,7 +164,7 @@ class Mixture:
         return sets_N, draws_N
 
     def count_draws(self, position: int) -> np.ndarray:
-        """Counts the rows of each set before this position: int64 [K]."""
+        """Returns the number of rows of each set before this position: int64 [K]."""
         stage = int(np.searchsorted(self._starts, position, side="right")) - 1
         return self._before[stage] + _count_draws(self._shares[stage], position - int(self._starts[stage]))
 
@@ -179,7 +181,7 @@ class Mixture:
 
 
 def _count_draws(counts: tuple[int, ...], length: int) -> np.ndarray:
-    """Counts the rows of each set in the first `length` positions of a stage: int64 [K]."""
+    """Returns the number of rows of each set in the first `length` positions of a stage: int64 [K]."""
     full, remaining = divmod(length, sum(counts))
     counts_K = np.asarray(counts, np.int64)
     if not remaining:

@@ -1,6 +1,6 @@
-"""Hashed words of texts, and the word n-grams used to compare texts.
+"""Hashes the words of texts, and the word n-grams with which texts are compared.
 
-A word is a run of letters and digits, case-insensitive; each character of a script without spaces is a word.
+A word is a run of letters and digits, regardless of case. In scripts without spaces, each character is a word.
 Punctuation and blanks do not count.
 
 Shape letters: C characters, W words, G n-grams, D documents.
@@ -17,24 +17,24 @@ import numpy as np
 _U = np.uint64
 _BASE, _STEP = _U(0x9E3779B97F4A7C15), _U(0xD6E8FEB86659FD93)
 _LETTER, _SINGLE = 1, 2
-# Thai to Myanmar, Khmer, kana and ideographs.
+# Code points from Thai to Myanmar, Khmer, kana and ideographs.
 _SPACELESS_SCRIPTS = ((0x0E00, 0x10A0), (0x1780, 0x1800), (0x2E80, 0x3100), (0x31F0, 0x3200), (0x3400, 0xA000))
 _IDEOGRAPHS_FROM = 0x20000
 
 
 class Words(NamedTuple):
-    """The words of some documents."""
+    """The words of several documents."""
 
     hashes_W: np.ndarray
-    """uint64."""
+    """uint64: hash of each word."""
     documents_W: np.ndarray
-    """int64: the document of each word, in increasing order."""
+    """int64: index of each word's document, in increasing order."""
     starts_W: np.ndarray
     """int64: index of each word's first character in the lower-cased text."""
 
 
 def hash_words(texts_D: Sequence[str]) -> Words:
-    """Finds the words of texts: 64-bit hashes, the same on every machine."""
+    """Finds the words of texts, as 64-bit hashes that are the same on every machine."""
     lowered = [text.lower() for text in texts_D]
     codes_C = np.frombuffer("".join(lowered).encode("utf-32-le", "replace"), np.uint32)
     lengths_D = np.array([len(text) for text in lowered], np.int64)
@@ -49,8 +49,8 @@ def hash_words(texts_D: Sequence[str]) -> Words:
         return Words(np.zeros(0, _U), np.zeros(0, np.int64), np.zeros(0, np.int64))
     lengths_W = np.diff(starts_W, append=len(codes_C))
     offsets_C = np.arange(starts_W[0], len(codes_C)) - np.repeat(starts_W, lengths_W)
-    # Polynomial hash: each character is mixed and multiplied by a power for its position, so all words are summed at
-    # once.
+    # A polynomial hash: each character is mixed and multiplied by a power for its position, so that all words are
+    # summed at once.
     values_C = _mix_bits(codes_C[starts_W[0] :].astype(_U) + _U(1))
     values_C *= _base_powers(int(lengths_W.max()))[offsets_C]
     values_C[kinds_C[starts_W[0] :] == 0] = 0
@@ -63,7 +63,7 @@ def hash_ngrams(words: Words, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Hashes every n-gram of `length` words within a document.
 
     Returns:
-        uint64 [G], and the first word of each, int64 [G].
+        The hashes, uint64 [G], and the index of each n-gram's first word, int64 [G].
     """
     count = len(words.hashes_W) - length + 1
     if count <= 0:
@@ -97,7 +97,7 @@ def _short_powers() -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def _character_kinds() -> np.ndarray:
-    """The kind of every character: 0, `_LETTER` or `_SINGLE`, uint8."""
+    """Returns the kind of every character (0, `_LETTER` or `_SINGLE`): uint8."""
     kinds = np.array([chr(code).isalnum() for code in range(0x110000)], np.uint8) * np.uint8(_LETTER)
     for start, stop in (*_SPACELESS_SCRIPTS, (_IDEOGRAPHS_FROM, 0x110000)):
         kinds[start:stop] *= np.uint8(_SINGLE)

@@ -1,9 +1,9 @@
-"""Contamination of an evaluation set: its word n-grams that also occur in the training text.
+"""Measures the contamination of an evaluation set by its word n-grams that also occur in the training text.
 
-Reports several metrics of the literature. GPT-3 (Brown et al., 2020, appendix C): a document is contaminated if any of
-its 13-grams occurs in the training text. Llama 2 and 3 (Touvron et al., 2023; Llama team, 2024): the share of its words
-in such n-grams. The longest span best predicts how much a model gains from contamination (Singh et al., "Evaluation
-data contamination in LLMs", 2024).
+Reports several metrics of the literature. For GPT-3 (Brown et al., 2020, appendix C), a document is contaminated if any
+of its 13-grams occurs in the training text. For Llama 2 and 3 (Touvron et al., 2023; Llama team, 2024), contamination
+is the fraction of a document's words in such n-grams. The longest span of such n-grams best predicts how much a model
+gains from contamination (Singh et al., "Evaluation data contamination in LLMs", 2024).
 
 Shape letters: W words, G n-grams of the evaluation set, D documents, N n-grams of a piece of the training text.
 """
@@ -23,7 +23,7 @@ from lm_trainer.data.ngrams import Words, hash_ngrams, hash_words
 
 NGRAM = 13
 DIRTY, CLEAN = 0.8, 0.2
-"""Minimum share of covered words of a dirty document, and maximum share of a clean one."""
+"""Minimum fraction of covered words in a dirty document, and maximum fraction in a clean document."""
 _BITS = 24
 
 
@@ -35,22 +35,22 @@ class EvalDocument(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """A document of the evaluation set, and how much of it occurs in the training text."""
+    """The amount of an evaluation document that occurs in the training text."""
 
     where: str
     words: int
     covered: int
-    """Words in n-grams that occur in the training text."""
+    """Number of words in n-grams that occur in the training text."""
     longest: int
-    """Words of the longest span in which all n-grams occur in the training text."""
+    """Number of words of the longest span in which all n-grams occur in the training text."""
     span: str
-    """The text of that span."""
+    """The text of the longest span."""
     found_in: tuple[tuple[str, int], ...]
-    """The set and the number of a document with an n-gram of this span, if any."""
+    """The set and the number of a document that has an n-gram of this span, if any."""
 
     @property
     def share(self) -> float:
-        """Share of the document's words in such n-grams."""
+        """Fraction of the document's words that are covered."""
         return self.covered / self.words if self.words else 0.0
 
 
@@ -61,17 +61,17 @@ class OverlapReport:
     ngram: int
     documents: list[Overlap]
     too_short: int
-    """Documents shorter than an n-gram, which cannot match."""
+    """Number of documents that are shorter than an n-gram, so they cannot match."""
     train_documents: dict[str, np.ndarray] = field(default_factory=dict)
-    """Numbers of each set's documents with any n-gram of the evaluation set: int64, increasing."""
+    """Numbers of the documents of each set that have any n-gram of the evaluation set: int64, increasing."""
 
     def count_at_least(self, least: float) -> int:
-        """Counts the documents with any covered words and at least the share `least` covered."""
+        """Returns the number of documents that have covered words, with at least the fraction `least` covered."""
         return sum(overlap.covered > 0 and overlap.share >= least for overlap in self.documents)
 
     @property
     def share(self) -> float:
-        """Share of all words covered."""
+        """Fraction of all words that are covered."""
         return sum(overlap.covered for overlap in self.documents) / max(
             sum(overlap.words for overlap in self.documents), 1
         )
@@ -82,12 +82,12 @@ class _HashIndex:
 
     def __init__(self, hashes_G: np.ndarray):
         self.hashes = np.unique(hashes_G)
-        # A few bits of the hash are enough to skip nearly all n-grams of the training text.
+        # A few bits of the hash suffice to skip nearly all n-grams of the training text.
         self._bucket_used = np.zeros(1 << _BITS, bool)
         self._bucket_used[self.hashes >> np.uint64(64 - _BITS)] = True
 
     def find_known(self, hashes_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the indices in `hashes_N` of known hashes, and their indices in `hashes`."""
+        """Returns the indices of known hashes in `hashes_N`, and their indices in `hashes`."""
         near = np.flatnonzero(self._bucket_used.take((hashes_N >> np.uint64(64 - _BITS)).astype(np.intp)))
         indices = np.minimum(np.searchsorted(self.hashes, hashes_N[near]), len(self.hashes) - 1)
         is_hit = self.hashes[indices] == hashes_N[near]
@@ -105,11 +105,11 @@ def find_overlap(
     """Looks for every n-gram of an evaluation set in the training text of all sets.
 
     Args:
-        data: complete.
-        documents: of the evaluation set.
-        ngram: words per n-gram.
-        texts_V: from `token_texts` of the data's tokenizer.
-        progress: called with the set, its documents read so far, and its total.
+        data: complete data of the run.
+        documents: documents of the evaluation set.
+        ngram: number of words per n-gram.
+        texts_V: text of each token, from `token_texts` of the data's tokenizer.
+        progress: called with the name of a set, the number of its documents read so far, and their total number.
 
     Raises:
         UserError: if no document is long enough.
@@ -137,7 +137,7 @@ def find_overlap(
     for owner, (name, cache) in enumerate(train_caches(data).items()):
         for batch, (indices, holders) in map_in_order(iter_documents(name, cache), find_ngrams):
             new = owners[indices] < 0
-            # In reverse order, so the first of several documents remains.
+            # Assigned in reverse order, so that the first of several documents remains.
             owners[indices[new]], numbers[indices[new][::-1]] = owner, holders[new][::-1]
             train.setdefault(name, []).append(holders)
             progress(name, int(batch.numbers_D[-1]) + 1 if len(batch.numbers_D) else 0, cache.ledger.num_documents)
@@ -194,7 +194,7 @@ def _longest_run(flags_W: np.ndarray) -> tuple[int, int]:
 def _words_text(text: str, starts_W: np.ndarray, start: int, count: int) -> str:
     """Returns the words [start, start + count) as written in the text."""
     lowered = text.lower()
-    # A few characters become two in lower case.
+    # Some characters become two in lower case.
     shown = text if len(text) == len(lowered) else lowered
     end = int(starts_W[start + count]) if start + count < len(starts_W) else len(shown)
     return shown[int(starts_W[start]) : end].strip()

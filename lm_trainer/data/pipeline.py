@@ -1,4 +1,4 @@
-"""Opens the data of a run: source, tokenizer, caches, order."""
+"""Opens the data of a run: its source, its tokenizer, its caches and its order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lm_trainer.data.tokenize.ray_config import RayConfig
 from lm_trainer.data.tokenize.ready_rows import ReadyRows
 
 FOREGROUND_BYTES = 2 << 20
-"""Text with fewer stored bytes is tokenised before anything else: it takes less time than building the model."""
+"""Text with fewer stored bytes is tokenised before anything else, which takes less time than building the model."""
 
 
 def open_data(
@@ -30,19 +30,19 @@ def open_data(
     ray: RayConfig | None = None,
     background: bool = False,
 ) -> Data:
-    """Tokenises text that is not cached yet, optionally on a Ray cluster, and opens it.
+    """Tokenises text that is not cached yet, optionally on a Ray cluster, and opens the data.
 
     Args:
         config: the `data` section.
-        seq_len: inputs of each row.
-        seed: of the order.
-        on_progress: called with the progress of the tokenising that this call waits for.
-        ray: Ray cluster to tokenise on; None uses processes of this machine.
-        background: return immediately, and tokenise in the background while existing text is read. The batches are the
-            same. `Data.close` ends the tokenising; finished parts are retained.
+        seq_len: number of inputs of each row.
+        seed: seed of the order.
+        on_progress: called with the progress of the tokenising for which this call waits.
+        ray: Ray cluster to tokenise on; None uses processes on this machine.
+        background: True to return immediately, and to tokenise in the background while existing text is read. The
+            batches are the same. `Data.close` ends the tokenising, and finished parts are kept.
 
     Raises:
-        UserError: for missing, damaged or empty data, or a cache directory with other contents. An error of a
+        UserError: if data are missing, damaged or empty, or a cache directory has other contents. An error of a
             background build is raised when its text is needed.
         MachineError: if the disk is full.
     """
@@ -50,7 +50,7 @@ def open_data(
     growing = _select_background_builds(plan.builds) if background else {}
     callbacks, excluded = BuildCallbacks(on_progress), read_excluded_documents(config)
     caches = {
-        # A growing cache is opened in its current state; any other is built to its end first.
+        # A growing cache is opened in its current state. Any other cache is first built to its end.
         name: open_cache(
             build, Ledger.read(build.store) if name in growing else build.run(callbacks), excluded.get(name), name
         )
@@ -62,14 +62,14 @@ def open_data(
         # A Ray cluster schedules the tasks of one build at a time.
         builds = BackgroundBuilds(pending, one_by_one=ray is not None)
     data = Data(config, RowBuilder(config, plan.tokenizer, seq_len, seed), plan.directory, caches, builds)
-    # Last, since an earlier error must not leave threads behind.
+    # Started last, since an earlier error must not leave threads behind.
     if builds is not None:
         builds.start()
     return data
 
 
 def _select_background_builds(builds: Mapping[str, Build | FinishedCache | ReadyRows]) -> dict[str, Build]:
-    """Returns the builds large enough to run in the background."""
+    """Returns the builds that are large enough to run in the background."""
     unfinished = {
         name: build for name, build in builds.items() if isinstance(build, Build) and not build.read_ledger().finished
     }

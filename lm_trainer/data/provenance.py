@@ -1,4 +1,4 @@
-"""Provenance of a batch: maps rows back to their source documents."""
+"""The provenance of a batch: maps rows back to their source documents."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from lm_trainer.data.tokenizer import Tokenizer
 
 
 class Passage(NamedTuple):
-    """The part of a document within a row."""
+    """The part of a document that is in a row."""
 
     where: str
-    """Origin of the document: the file and the line or row."""
+    """Origin of the document: its file, and its line or row."""
     offset: int
-    """Tokens of the document before the passage."""
+    """Number of tokens of the document before the passage."""
     tokens: int
     text: str
 
 
 class RowDocuments(NamedTuple):
-    """One row of a global batch, and the documents in it."""
+    """One row of a global batch, with the documents in it."""
 
     row: int
-    """In the batch."""
+    """Number of the row in the batch."""
     origin: RowOrigin
     passages: list[Passage]
 
@@ -46,9 +46,9 @@ def documents_of_step(data: Data, schedule: BatchSchedule, step: int, row: int |
 
     Args:
         data: the data of the run.
-        schedule: rows of the global batch at each step.
-        step: counted from 1, as in metrics.jsonl.
-        row: a single row of the batch, counted from 0; None yields all rows.
+        schedule: number of rows of the global batch at each step.
+        step: number of the step, counted from 1 as in metrics.jsonl.
+        row: number of a single row of the batch, counted from 0; None yields all rows.
 
     Raises:
         UserError: if the data end earlier, or the step or row does not exist.
@@ -73,19 +73,20 @@ def documents_of_step(data: Data, schedule: BatchSchedule, step: int, row: int |
 
 
 def iter_passages(cache: OpenCache, tokenizer: Tokenizer, start: int, count: int) -> Iterator[Passage]:
-    """Yields the documents, or parts of them, in the tokens [start, start + count) of `cache.stream`."""
+    """Yields the documents or parts of documents in the tokens [start, start + count) of `cache.stream`."""
     for first, tokens in cache.to_unfiltered(start, count):
         yield from iter_full_stream_passages(cache, tokenizer, first, tokens)
 
 
 def iter_full_stream_passages(cache: OpenCache, tokenizer: Tokenizer, start: int, count: int) -> Iterator[Passage]:
-    """Yields the same for tokens of `cache.whole`."""
+    """Yields the documents or parts of documents in the tokens [start, start + count) of `cache.whole`."""
     ledger = cache.ledger
     ends = np.cumsum(np.asarray(ledger.tokens, np.int64))
     part = int(np.searchsorted(ends, start, side="right"))
     while count:
         begin = int(ends[part]) - ledger.tokens[part]
-        # Ends of the pieces in the stream; an empty piece is skipped, since it has the same end as the piece before.
+        # The ends of the pieces in the stream. An empty piece is skipped, since it has the same end as the piece before
+        # it.
         pieces = np.cumsum(read_lengths(cache.store, ledger, part)) + begin
         for index in range(int(np.searchsorted(pieces, start, side="right")), len(pieces)):
             piece_start = int(pieces[index - 1]) if index else begin
@@ -102,7 +103,7 @@ def iter_full_stream_passages(cache: OpenCache, tokenizer: Tokenizer, start: int
 
 
 def find_source(store: KvStore, ledger: Ledger, shards: Sequence[Shard], part: int, index: int) -> str:
-    """Returns the file and the line or row of a document, or a piece of one, in a part."""
+    """Returns the file and the line or row of a document or a piece in a part."""
     record = read_required_record(store, ledger, part)
     row, number = int(read_rows(store, ledger, part)[index]), record["shard"]
     if ledger.places:

@@ -1,6 +1,7 @@
-"""Shuffle: the order of drawing rows, a keyed permutation with O(1) memory and seek.
+"""Shuffles: the order in which rows are drawn, as a keyed permutation with O(1) memory and seek.
 
-It stores no index list: the row of a draw is computed from the draw's number, so a run resumes at any step instantly.
+There is no stored list of indices. The row of a draw is computed from the draw's number, so a run can resume at any
+step instantly.
 
 Shape letters: N indices.
 """
@@ -26,12 +27,12 @@ class ShuffleConfig(Config):
 
     @abstractmethod
     def rows_of_draws(self, draws_N: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
-        """Returns the row of each draw. Draw d is in epoch d // num_rows; every epoch holds each row once.
+        """Returns the row of each draw. Draw d is in epoch d // num_rows, and every epoch has each row once.
 
         Args:
-            draws_N: int64 [N], draw numbers from 0, unbounded.
-            num_rows: rows of the set.
-            seed: of the run.
+            draws_N: int64 [N], numbers of the draws from 0, without an upper bound.
+            num_rows: number of rows of the set.
+            seed: seed of the run.
 
         Returns:
             int64 [N] in [0, num_rows).
@@ -39,25 +40,25 @@ class ShuffleConfig(Config):
 
     @abstractmethod
     def draws_of_rows(self, rows_N: np.ndarray, epoch: int, num_rows: int, seed: int) -> np.ndarray:
-        """Returns the draw of each row in an epoch: the inverse of `rows_of_draws`, int64 [N].
+        """Returns the draw of each row in an epoch, which is the inverse of `rows_of_draws`: int64 [N].
 
         Args:
             rows_N: int64 [N] in [0, num_rows).
-            epoch: from 0.
-            num_rows: rows of the set.
-            seed: of the run.
+            epoch: number of the epoch, from 0.
+            num_rows: number of rows of the set.
+            seed: seed of the run.
         """
 
     @abstractmethod
     def num_rows_needed(self, draw: int) -> int | None:
         """Returns the number of rows that must exist before this draw and all earlier ones are final.
 
-        None means all rows. With this many rows, `rows_of_draws` gives the same result for any larger number of rows.
+        None means all rows. For any number of rows that is at least as large, `rows_of_draws` gives the same result.
         """
 
 
 class NoShuffle(ShuffleConfig):
-    """In order, the same in every epoch."""
+    """Keeps the rows in order, which is the same in every epoch."""
 
     type: Literal["none"] = "none"
 
@@ -74,7 +75,7 @@ class NoShuffle(ShuffleConfig):
 
 
 class FullShuffle(ShuffleConfig):
-    """All rows, in a different order every epoch."""
+    """Shuffles all rows, in a different order every epoch."""
 
     type: Literal["full"] = "full"
 
@@ -90,15 +91,18 @@ class FullShuffle(ShuffleConfig):
 
 
 class EraShuffle(ShuffleConfig):
-    """Within eras of growing size, in a different order every epoch: early rows come early, as in a growing corpus."""
+    """Shuffles within eras of growing size, in a different order every epoch.
+
+    Early rows come early, which suits a growing corpus.
+    """
 
     type: Literal["era"] = "era"
     first: int = Field(default=1024, ge=1)
-    """Rows in the first era."""
+    """Number of rows in the first era."""
     growth: int = Field(default=2, ge=1)
     """Size of each era relative to the previous one."""
     largest: int = Field(default=1 << 22, ge=1)
-    """Maximum rows in an era."""
+    """Maximum number of rows in an era."""
 
     def rows_of_draws(self, draws_N: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
         epochs_N, indices_N = np.divmod(np.asarray(draws_N, np.int64), num_rows)
@@ -111,7 +115,7 @@ class EraShuffle(ShuffleConfig):
 
     def draws_of_rows(self, rows_N: np.ndarray, epoch: int, num_rows: int, seed: int) -> np.ndarray:
         rows_N, bounds = np.asarray(rows_N, np.int64), self._era_bounds(num_rows)
-        # A row stays in its era; only rows within an era are permuted.
+        # A row stays in its era, since rows are only permuted within an era.
         eras_N = np.searchsorted(bounds, rows_N, side="right") - 1
         starts_N = bounds[eras_N]
         sizes_N = np.minimum(bounds[eras_N + 1], num_rows) - starts_N
@@ -119,7 +123,7 @@ class EraShuffle(ShuffleConfig):
         return epoch * num_rows + starts_N + permute(rows_N - starts_N, sizes_N, keys, inverse=True)
 
     def num_rows_needed(self, draw: int) -> int | None:
-        # The full era of the draw: a truncated one would have another permutation.
+        # The full era of the draw is needed, because a truncated era would have another permutation.
         return int(self._era_bounds(draw + 1)[-1])
 
     def _era_bounds(self, num_rows: int) -> np.ndarray:
@@ -143,13 +147,13 @@ def permute(
 
     A Feistel network over the smallest even number of bits that holds `size`, with the finaliser of splitmix64 (Steele,
     Lea and Flood, 2014) as round function, and cycle walking until the value is below `size`. Below 8 bits, 4 rounds
-    are distinguishable from random, so it uses 8.
+    are distinguishable from random, so 8 rounds are used.
 
     Args:
         indices_N: int [N], each in [0, size).
-        size: one for all, or int [N].
-        key: 64 bits; one for all, or uint64 [N].
-        inverse: return the index that maps to each value.
+        size: a single size for all indices, or int [N].
+        key: a single 64-bit key for all indices, or uint64 [N].
+        inverse: True to return the index that maps to each value.
 
     Returns:
         int64 [N].
@@ -157,7 +161,7 @@ def permute(
     values_N = np.array(indices_N, dtype=_U)
     sizes, keys = np.asarray(size, _U), np.asarray(key, _U)
     half = np.maximum((_bit_length(sizes - _U(1)) + _U(1)) // _U(2), _U(1))
-    # Eras with more rounds are permuted separately, since rounds run over a full array.
+    # Eras with a different number of rounds are permuted separately, since rounds run over a full array.
     small = half < 4
     if small.any() and not small.all():
         result = np.empty(len(values_N), np.int64)
@@ -169,11 +173,11 @@ def permute(
     rounds = 2 * _ROUNDS if small.any() else _ROUNDS
     numbers = range(rounds, 0, -1) if inverse else range(1, rounds + 1)
     round_keys = [_mix_bits(keys + _U(0x9E3779B97F4A7C15 * number & _WORD)) for number in numbers]
-    # Cycle walking: the network permutes a range up to four times `size`, and a value outside is fed back until it is
-    # inside. As every value is on a cycle of the permutation, this terminates and gives each result once.
+    # Cycle walking: the network permutes a range up to four times as large as `size`, and values outside are fed back
+    # until they are inside. As every value is on a cycle of the permutation, this ends and gives each result once.
     walking = np.arange(len(values_N))
     while len(walking):
-        # Full arrays until the first index is done, and scalars without indexing: most calls need no more.
+        # Uses full arrays until the first index is done, and scalars without indexing. Most calls need no more.
         active = [x if x.ndim == 0 or len(walking) == len(values_N) else x[walking] for x in (half, mask, sizes)]
         left, right = values_N[walking] >> active[0], values_N[walking] & active[1]
         for round_key in round_keys:
@@ -196,21 +200,21 @@ def _mix_bits(x: np.ndarray) -> np.ndarray:
 
 
 def _bit_length(x: np.ndarray) -> np.ndarray:
-    """Returns the bit length of each number below 2**53; frexp is exact in this range."""
+    """Returns the bit length of each number. frexp is exact for the range of the numbers, below 2**53."""
     return np.frexp(x.astype(np.float64))[1].astype(_U)
 
 
 def derive_seed(seed: int, name: str) -> int:
-    """Returns a seed for one set of a mixture, so sets of the same length have different orders."""
+    """Returns a seed for one set of a mixture, so that sets of equal length have different orders."""
     return _hash_values(seed, name)
 
 
 def _permutation_keys(seed: int, *numbers_N: np.ndarray) -> np.ndarray:
-    """Returns a key for each combination of numbers: uint64 [N], or [] for a single key for all.
+    """Returns a key for each combination of numbers: uint64 [N], or [] if a single key is for all.
 
-    The keys are hashes, so no two seeds share an epoch's order.
+    The keys are hashes, so that no two seeds share the order of an epoch.
     """
-    # Draws of a batch are nearly always in one epoch, and a single key costs one hash.
+    # The draws of a batch are nearly always in one epoch, and a single key needs only one hash.
     if all(len(numbers) and numbers[0] == numbers[-1] and (numbers == numbers[0]).all() for numbers in numbers_N):
         return np.asarray(_hash_values(seed, *(int(numbers[0]) for numbers in numbers_N)), _U)
     rows, inverse_N = np.unique(np.stack(numbers_N), axis=1, return_inverse=True)

@@ -1,4 +1,4 @@
-"""Spans of a text that occur verbatim in a run's data, token by token.
+"""Finds spans of a text that occur verbatim, token by token, in a run's data.
 
 Shape letters: T tokens of a piece of the stream, N tokens of the text.
 """
@@ -14,24 +14,24 @@ from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.dataset import Data
 
 MIN_SPAN = 8
-"""Minimum tokens of a reported span."""
+"""Minimum number of tokens of a reported span."""
 _PIECE = 1 << 20
 _FACTOR = 0x9E3779B97F4A7C15
 _BUCKET_BITS = 16
 _MAX_SPANS = 1000
-"""Maximum spans compared per piece of the data, for texts that occur everywhere."""
+"""Maximum number of spans to compare per piece of the data, for texts that occur everywhere."""
 
 
 class Span(NamedTuple):
     """A span of the text, and its position in the data."""
 
     start: int
-    """Its first token in the text."""
+    """Position of its first token in the text."""
     stop: int
-    """The token after it."""
+    """Position after its last token in the text."""
     cache: str
     first: int
-    """Its first token in the stream of that cache."""
+    """Position of its first token in the stream of the cache."""
 
 
 def longest_spans(
@@ -41,16 +41,16 @@ def longest_spans(
     min_tokens: int = MIN_SPAN,
     progress: Callable[[str, int, int], object] = lambda *_: None,
 ) -> list[Span]:
-    """Finds the longest spans of a text in the data, in text order, none contained in another.
+    """Finds the longest spans of a text in the data, in text order. No span is contained in another.
 
-    Spans are compared by tokens, so text that was tokenised differently is not found. Of several occurrences of a span,
-    the first is returned.
+    Spans are compared by tokens, so text that was tokenised differently is not found. If a span occurs several times,
+    its first occurrence is returned.
 
     Args:
-        data: complete.
-        tokens: of the text.
-        min_tokens: minimum length of a span.
-        progress: called with the cache, its tokens searched so far, and its total.
+        data: complete data of the run.
+        tokens: tokens of the text.
+        min_tokens: minimum number of tokens of a span.
+        progress: called with the name of a cache, the number of its tokens searched so far, and their total number.
     """
     best: dict[int, Span] = {}
     text_N = np.asarray(tokens, np.int32)
@@ -71,13 +71,13 @@ def longest_spans(
 def _iter_spans(
     stream: TokenStream, text_N: np.ndarray, min_tokens: int, progress: Callable[[int], object]
 ) -> Iterator[tuple[int, int, int]]:
-    """Yields (start, stop) in the text and the position in the stream of each maximal span."""
+    """Yields the start and stop in the text, and the position in the stream, of each maximal span."""
     if len(text_N) < min_tokens:
         return
     text_indices: dict[int, list[int]] = {}
     for text_index, value in enumerate(_hash_runs(text_N, min_tokens).tolist()):
         text_indices.setdefault(value, []).append(text_index)
-    # A few bits of the hash are enough to skip most of the stream.
+    # A few bits of the hash suffice to skip most of the stream.
     in_text = np.zeros(1 << _BUCKET_BITS, bool)
     in_text[np.fromiter(text_indices, np.uint64) >> np.uint64(64 - _BUCKET_BITS)] = True
     for begin in range(0, len(stream), _PIECE):
@@ -86,7 +86,7 @@ def _iter_spans(
             return
         hashes_T = _hash_runs(stream.read(np.array([begin]), count)[0], min_tokens)
         near = np.flatnonzero(in_text.take((hashes_T >> np.uint64(64 - _BUCKET_BITS)).astype(np.intp)))
-        # Diagonal -> the end of the last span found on it: later matches before this end are the same span.
+        # Maps a diagonal to the end of the last span found on it. Matches before this end belong to the same span.
         done: dict[int, int] = {}
         num_spans = 0
         for offset, value in zip(near.tolist(), hashes_T[near].tolist(), strict=True):
@@ -103,7 +103,7 @@ def _iter_spans(
 
 
 def _extend_match(stream: TokenStream, text_N: np.ndarray, text_index: int, first: int) -> tuple[int, int, int]:
-    """Extends a match of one token in both directions as far as text and stream agree."""
+    """Extends a match of one token in both directions as far as the text and the stream agree."""
     low = first - min(text_index, first)
     high = min(first + len(text_N) - text_index, len(stream))
     same_T = (
@@ -120,12 +120,12 @@ def _extend_match(stream: TokenStream, text_N: np.ndarray, text_index: int, firs
 
 
 def _hash_runs(tokens_T: np.ndarray, length: int) -> np.ndarray:
-    """Computes a hash of each run of `length` tokens, uint64 [T - length + 1]."""
+    """Returns a hash of each run of `length` tokens: uint64 [T - length + 1]."""
     count = len(tokens_T) - length + 1
     wide = tokens_T.astype(np.uint64) + np.uint64(1)
     total = np.zeros(count, np.uint64)
     for offset in range(length):
         total *= np.uint64(_FACTOR)
         total += wide[offset : offset + count]
-    # The upper bits of a product depend on all of the lower ones.
+    # The upper bits of a product depend on all lower bits.
     return total * np.uint64(_FACTOR)

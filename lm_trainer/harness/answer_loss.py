@@ -1,4 +1,4 @@
-"""The loss of correct answers in multiple-choice tasks, the input of scaling laws for tasks."""
+"""The loss of correct answers in multiple-choice tasks, which is the input of scaling laws for tasks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ ANSWER_LOSS = "answer_bits_per_byte"
 
 
 def answer_loss(task: Any, samples: Sequence[Mapping[str, Any]]) -> tuple[float, float | None] | None:
-    """Mean over questions of -log2 p(right answer) / UTF-8 bytes of the answer, and its standard error.
+    """Returns the mean over questions of -log2 p(right answer) / UTF-8 bytes of the answer, and its standard error.
 
-    The task loss of Bhagia et al. 2024 (https://arxiv.org/abs/2412.04403, section 3.2), which is smooth even if
+    This is the task loss of Bhagia et al. 2024 (https://arxiv.org/abs/2412.04403, section 3.2), which is smooth even if
     accuracy is at chance level. The space before an answer counts in the bits, but not in the bytes.
 
     Args:
@@ -21,7 +21,7 @@ def answer_loss(task: Any, samples: Sequence[Mapping[str, Any]]) -> tuple[float,
         samples: the task's questions with the model's answers.
 
     Returns:
-        Mean and standard error; None for other kinds of tasks, and for several correct answers.
+        The mean and the standard error; None for other kinds of tasks, and if a question has several correct answers.
     """
     if getattr(task, "OUTPUT_TYPE", None) != "multiple_choice" or not samples:
         return None

@@ -1,4 +1,4 @@
-"""Chat formatting, byte-identical to lm-evaluation-harness with transformers."""
+"""Formats chats. The result is byte-identical to lm-evaluation-harness with transformers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lm_trainer.data.tokenizer import HfTokenizer
 logger = logging.getLogger(__name__)
 
 _MARK = "\ufdd3 "
-"""Marks the end of a message to be continued: a Unicode noncharacter, and a space that some templates trim."""
+"""Marks the end of a message to continue, with a Unicode noncharacter and a space that some templates trim."""
 
 
 class TaskTemplate:
     """The chat template of a tokenizer, for formatting the questions of tasks.
 
     Raises:
-        UserError: if the tokenizer has no template, or an invalid one.
+        UserError: if the tokenizer has no template or an invalid template.
     """
 
     def __init__(self, tokenizer: HfTokenizer):
@@ -38,10 +38,10 @@ class TaskTemplate:
     def format_messages(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
         """Formats messages, ending with the start of an answer or with the open end of the last message.
 
-        If the template rejects the messages, formats them without system messages.
+        If the template rejects the messages, they are formatted without the system messages.
 
         Raises:
-            UserError: if it also rejects these, or drops the message to be continued.
+            UserError: if the template also rejects these, or drops the message to continue.
         """
         errors = import_jinja()
         try:
@@ -64,7 +64,7 @@ class TaskTemplate:
             raise UserError(
                 f"the chat template leaves the beginning of an answer away, which a task gives: {last['content']!r}"
             )
-        # A template that trims content has trimmed the mark's space, and would trim spaces before it too.
+        # A template that trims content has trimmed the space of the mark, and would also trim spaces before it.
         return start if tail.startswith(_MARK[-1]) else start.rstrip()
 
     def _render(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
@@ -82,7 +82,7 @@ class TaskTemplate:
             raise UserError(f"the chat template fails at a question: {error}") from None
 
 
-# Cached: every question may be rejected, and each reason deserves only one warning.
+# Cached, because every question may be rejected, and each reason deserves only one warning.
 @functools.cache
 def _warn_once(reason: str) -> None:
     logger.warning("the chat template refuses a question (%s); it is asked without the system's message", reason)

@@ -1,4 +1,4 @@
-"""A decoder as a model of lm-evaluation-harness: log-likelihoods and generation."""
+"""Adapter from a decoder to a model of lm-evaluation-harness, with log-likelihoods and generation."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ MAX_GEN_TOKS = 256
 """Default number of new tokens, as in the harness."""
 
 _DEFAULTS = {"top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0}
-"""Defaults of transformers' `generate`, if neither the task nor the model sets them."""
+"""Defaults of transformers' `generate`, which apply if neither the task nor the model sets them."""
 _GENERATED_TOGETHER = 8
 _CHUNK = 16
-"""New tokens between two checks for the end of an answer."""
+"""Number of new tokens between two checks for the end of an answer."""
 
 
 class _Query(NamedTuple):
-    """A continuation with its context, the key of its score."""
+    """A continuation with its context, which is the key of its score."""
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]
@@ -48,15 +48,15 @@ class _Query(NamedTuple):
 class HarnessModel(TemplateLM):
     """Adapts a decoder of this package to `lm_eval.api.model.LM`.
 
-    Formats and encodes texts as `lm_eval`'s model for transformers, so results are comparable: special tokens in a
-    text are recognised, and the tokenizer adds its own.
+    Formats and encodes texts in the same way as `lm_eval`'s model for transformers, so that results are comparable.
+    Special tokens in a text are recognised, and the tokenizer adds its own special tokens.
 
     Args:
         model: the decoder with its parameters.
-        tokenizer: the model's.
-        settings: settings of the published model: additional end tokens.
+        tokenizer: tokenizer of the model.
+        settings: settings of the published model, which may name additional end tokens.
         dtype: compute dtype.
-        max_length: maximum number of tokens the model reads; None means its context.
+        max_length: maximum number of tokens that the model reads; None means its context length.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context: the start token, or the end of a previous document."""
+        """The token before a text without context, which is the start token or the end of a previous document."""
         named = self._tokenizer.named_tokens().get("bos_token")
         special_tokens = self._tokenizer.special_tokens()
         start = self._tokenizer.eos_id if self._tokenizer.bos_id is None else self._tokenizer.bos_id
@@ -94,21 +94,21 @@ class HarnessModel(TemplateLM):
         return str(self._tokenizer.identity()["sha256"])
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Encodes a text like transformers' tokenizer."""
+        """Encodes a text in the same way as transformers' tokenizer."""
         del kwargs
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self._tokenizer.decode_all([self.prefix_token_id]))
         return self._tokenizer.encode_special(string, add_special_tokens=add_special_tokens)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Log probabilities of continuations, and True for each one greedy decoding gives."""
+        """Returns the log probability of each continuation, and True if greedy decoding gives the same continuation."""
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         del kwargs
-        # Multiple-choice questions are several requests; each context is computed once.
+        # A multiple-choice question makes several requests, but each context is computed only once.
         queries = [self._truncated_query(context, continuation) for _, context, continuation in requests]
         answers: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
         for query in queries:
@@ -126,7 +126,7 @@ class HarnessModel(TemplateLM):
         return results
 
     def _truncated_query(self, context: Sequence[int], continuation: Sequence[int]) -> _Query:
-        # The last token is predicted and never read; texts that are too long are truncated at the beginning.
+        # The last token is predicted but never read. Texts that are too long are truncated at the beginning.
         room = self.max_length + 1 - len(continuation)
         if room < 1:
             raise UserError(
@@ -136,7 +136,7 @@ class HarnessModel(TemplateLM):
         return _Query(tuple(context[-room:]), tuple(continuation))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log probabilities of full texts, in windows of the model's maximum length."""
+        """Returns the log probabilities of full texts, computed in windows of the model's maximum length."""
         del disable_tqdm
         windows: list[tuple[None, list[int], list[int]]] = []
         counts = []
@@ -157,7 +157,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continues each context up to one of its stop texts."""
+        """Continues each context until one of its stop texts."""
         del disable_tqdm
         if self._not_computed:
             logger.warning(
@@ -197,16 +197,16 @@ class HarnessModel(TemplateLM):
         prompts = [self.tok_encode(context)[-(self.max_length - max_new_tokens) :] for context in contexts]
 
         def has_ended(tokens: Sequence[int]) -> bool:
-            # Special tokens stay visible: a stop text may be the name of one.
+            # Special tokens stay visible, because a stop text may be the name of one.
             text = self._tokenizer.decode_all(tokens)
             return any(term and term in text for term in until)
 
-        # Pads the batch, so the last one needs no separate program.
+        # Pads the batch, so that the last batch needs no separate program.
         padded_prompts = prompts + [prompts[-1]] * (_GENERATED_TOGETHER - len(prompts))
         *_, written = generate_stream(
             self._decoding_model, padded_prompts, settings, stop=lambda _, tokens: has_ended(tokens), chunk=_CHUNK
         )
-        # Up to the token that completes the stop text: more may have been generated since the last check.
+        # Cuts after the token that completes the stop text, as more may have been generated since the last check.
         answers = [row.tokens[: _shortest_true_prefix(has_ended, row.tokens)] for row in written[: len(prompts)]]
         return [
             postprocess_generated_text(self._tokenizer.decode(tokens), stop=until, think_end_token=None)
@@ -214,7 +214,7 @@ class HarnessModel(TemplateLM):
         ]
 
     def _generation_setting(self, name: str, kwargs: Mapping[str, Any]) -> Any:
-        """A setting of the task, else of the model, else of transformers."""
+        """Returns a setting of the task, or else of the model, or else of transformers."""
         values = (kwargs.get(name), self._generation.get(name), _DEFAULTS[name])
         return next(value for value in values if value is not None)
 
@@ -223,7 +223,7 @@ class HarnessModel(TemplateLM):
         return to_decoding_layout(self._model, self._dtype)
 
     def _max_new_tokens(self, requested: int) -> int:
-        """The number of new tokens that fit; half of the context if they leave no room for the question."""
+        """Returns the number of new tokens that fit: half of the context if they leave no room for the question."""
         room = requested if requested < self.max_length else max(self.max_length // 2, 1)
         if room < requested:
             logger.warning(
@@ -240,14 +240,14 @@ class HarnessModel(TemplateLM):
         return TaskTemplate(self._tokenizer)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Formats a conversation; without a generation prompt, the last message stays open."""
+        """Formats a conversation. Without a generation prompt, the last message stays open."""
         return self._template.format_messages(chat_history, add_generation_prompt=add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The source code of the tokenizer's chat template."""
+        """Returns the source code of the tokenizer's chat template."""
         return self._template.source if chat_template else None
 
 
 def _shortest_true_prefix(holds: Callable[[Sequence[int]], bool], tokens: Sequence[int]) -> int:
-    """The length of the shortest prefix of `tokens` for which `holds`, assumed monotonic; else the full length."""
+    """Returns the length of the shortest prefix for which `holds`, which must be monotonic, or else the full length."""
     return bisect.bisect_left(range(len(tokens)), True, key=lambda count: holds(tokens[:count]))

@@ -1,4 +1,4 @@
-"""Results of tasks as a table, as JSON and as metrics."""
+"""Formats the results of tasks as a table, as JSON and as metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEADINGS = ("task", "questions", "examples", "metric", "value")
 
 
 def task_rows(results: Sequence[TaskResult]) -> list[tuple[str, ...]]:
-    """Rows of a table: headings, then one row per metric."""
+    """Returns the rows of a table, which are the headings and one row per metric."""
     rows: list[tuple[str, ...]] = [_HEADINGS]
     for result in results:
         counts = ["" if x is None else str(x) for x in (result.num_questions, result.num_fewshot)]
@@ -27,12 +27,12 @@ def task_rows(results: Sequence[TaskResult]) -> list[tuple[str, ...]]:
 
 
 def task_metrics(results: Sequence[TaskResult]) -> dict[str, float]:
-    """Metrics of a run: `lm_eval/TASK/METRIC`."""
+    """Returns the results as metrics of a run, named `lm_eval/TASK/METRIC`."""
     return {f"lm_eval/{result.name}/{metric}": value for result in results for metric, value in result.metrics.items()}
 
 
 def task_json(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
-    """The results as plain data, without samples."""
+    """Returns the results as plain data, without samples."""
     return [
         {
             "name": result.name,
@@ -46,7 +46,7 @@ def task_json(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
 
 
 def write_samples(directory: Path, results: Sequence[TaskResult]) -> None:
-    """Writes all questions with the model's answers to `TASK.jsonl` in a directory."""
+    """Writes all questions of each task, with the model's answers, to `TASK.jsonl` in a directory."""
     directory.mkdir(parents=True, exist_ok=True)
     for result in results:
         if result.samples:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _HUB_SECONDS = 5.0
 
 FEWSHOT_SEED = 1234
-"""Seed of few-shot examples, as in the harness."""
+"""Seed for choosing few-shot examples, as in the harness."""
 
 
 @dataclass(frozen=True)
@@ -34,27 +34,27 @@ class TaskResult:
     """The results of a task, or of a group of tasks."""
 
     name: str
-    """Name of the task, or its alias if it has one."""
+    """Name of the task, or its alias if it has an alias."""
     num_fewshot: int | None
     num_questions: int | None
     """Number of questions; None for a group."""
     metrics: Mapping[str, float]
-    """Name -> value; the name includes the answer filter, if any, after a comma."""
+    """Values by metric name. The name includes the answer filter, if any, after a comma."""
     errors: Mapping[str, float]
-    """Name -> standard error, if known."""
+    """Standard errors by metric name, if known."""
     samples: Sequence[Mapping[str, Any]]
-    """Every question with the model's answer, if requested."""
+    """Every question with the model's answer, if they were requested."""
 
 
 class Tasks:
-    """The tasks of a configuration, loaded once and reusable.
+    """The tasks of a configuration, which are loaded once and can be evaluated several times.
 
     Args:
         config: the tasks and their settings.
-        num_fewshot: few-shot examples per question, for all tasks except tasks that are defined as zero-shot.
+        num_fewshot: number of few-shot examples per question, for all tasks that are not defined as zero-shot.
 
     Raises:
-        UserError: for an unknown task, and data that cannot be read.
+        UserError: if a task is unknown, or its data cannot be read.
     """
 
     def __init__(self, config: HarnessConfig, *, num_fewshot: int | None = None):
@@ -66,10 +66,10 @@ class Tasks:
                 _set_num_fewshot(task, num_fewshot)
 
     def evaluate_model(self, model: HarnessModel) -> list[TaskResult]:
-        """Evaluates a model on all tasks, deterministically.
+        """Evaluates a model on all tasks. The results are deterministic.
 
         Raises:
-            UserError: for answers that do not fit into the context, and anything the harness rejects.
+            UserError: if answers do not fit into the context, or the harness rejects anything.
         """
         config, loaded = self._config, cast(Any, self._loaded)
         with _silence_logs():
@@ -81,7 +81,7 @@ class Tasks:
                     task_dict=loaded,
                     limit=config.max_examples,
                     bootstrap_iters=config.bootstrap_iters,
-                    # The answers are needed for their losses.
+                    # The answers are needed to compute their losses.
                     log_samples=True,
                     apply_chat_template=config.apply_chat_template,
                     fewshot_as_multiturn=config.fewshot_as_multiturn,
@@ -102,7 +102,7 @@ class Tasks:
 
 
 def _make_task_manager(config: HarnessConfig, specs: Sequence[TaskConfig]) -> TaskManager:
-    """Lists tasks: only of the user's directory if that has all of them, because the harness has thousands."""
+    """Lists tasks. Lists only the user's directory if it has all of them, because the harness has thousands."""
     directory = None if config.include_path is None else str(local_path(config.include_path))
     if directory is not None:
         local_manager = TaskManager(include_path=directory, include_defaults=False)
@@ -113,7 +113,7 @@ def _make_task_manager(config: HarnessConfig, specs: Sequence[TaskConfig]) -> Ta
 
 
 def _go_offline_if_unreachable() -> None:
-    """Switches to offline mode if the hub is unreachable: a failing request takes half a minute."""
+    """Switches to offline mode if the hub is unreachable, because a failing request takes half a minute."""
     import datasets.config
     from huggingface_hub import constants
 
@@ -143,7 +143,7 @@ def _load_tasks(manager: TaskManager, specs: Sequence[TaskConfig]) -> dict[str, 
         _check_task_name(manager, spec.task)
         try:
             new_tasks: Any = manager.load([spec.task])
-        # Loads data sets with a package that raises many kinds of errors, and tasks may run arbitrary code.
+        # The package that loads data sets raises many kinds of errors, and tasks may run arbitrary code.
         except Exception as error:
             raise UserError(f"the task {spec.task} cannot be read: {_first_line(error)}") from None
         if twice := sorted(new_tasks["tasks"].keys() & loaded["tasks"].keys()):

@@ -1,4 +1,4 @@
-"""Translation of other frameworks' configurations: one file per dialect, and an entry in `DIALECTS`."""
+"""Translates other frameworks' configurations. Each dialect has a file, and an entry in `DIALECTS`."""
 
 from __future__ import annotations
 

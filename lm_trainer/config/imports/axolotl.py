@@ -1,4 +1,4 @@
-"""axolotl: one flat YAML file for fine-tuning."""
+"""The dialect of axolotl: a flat YAML file for fine-tuning."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _convert_datasets(value: object, values: Values) -> Settings:
 
 
 def _convert_chat_format(data_set: Values) -> Settings:
-    """Our data format for the conversations of a data set."""
+    """Returns our data format for the conversations of a data set."""
     mapped = data_set.get("message_property_mappings") or {}
     names = {key: mapped.get(key) or data_set.get(f"message_field_{key}") or key for key in ("role", "content")}
     roles = {str(alias): role for role, aliases in (data_set.get("roles") or {}).items() for alias in aliases}
@@ -130,7 +130,7 @@ def _convert_tracker(value: object, values: Values) -> Settings:
 
 
 def _default_values(values: Values) -> Values:
-    """Defaults of axolotl, and of the underlying transformers Trainer, for missing keys."""
+    """Returns the defaults of axolotl, and of the transformers Trainer that it uses, for missing keys."""
     defaults = {
         **{"gradient_accumulation_steps": 1, "optimizer": "adamw_torch", "adam_beta2": 0.999, "weight_decay": 0.0},
         **{"lr_scheduler": "cosine", "cosine_min_lr_ratio": 0.0},
@@ -224,7 +224,7 @@ AXOLOTL = Dialect(
 
 
 def _refuse_if_enabled(value: object) -> Settings:
-    """Returns no settings for a disabled option; raises NoEqualError if it is enabled."""
+    """Returns no settings for a disabled option. Raises NoEqualError if the option is enabled."""
     if value in (None, False, ""):
         return {}
     raise NoEqualError("not available; bf16 computes in bfloat16, and weights stay in float32")

@@ -1,4 +1,4 @@
-"""Dialects: the meaning of another framework's configuration keys in our configuration."""
+"""Dialects, which give the meaning of another framework's configuration keys in our configuration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Values = Mapping[str, Any]
-"""The values of a foreign configuration by dotted key, including its framework's defaults."""
+"""The values of a foreign configuration by dotted key, including the defaults of its framework."""
 
 
 Settings = Mapping[str, object]
@@ -17,7 +17,7 @@ Blocks = dict[str, Any]
 
 
 class NoEqualError(Exception):
-    """A value has no equivalent; the message is the reason, `settings` are used instead."""
+    """A value has no equivalent. The message gives the reason, and `settings` are used instead."""
 
     def __init__(self, reason: str, settings: Settings | None = None):
         super().__init__(reason)
@@ -26,34 +26,34 @@ class NoEqualError(Exception):
 
 @dataclass(frozen=True)
 class Unsupported:
-    """A key that never has an equivalent, with the reason."""
+    """A key that never has an equivalent, and the reason."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Used:
-    """A key that is read by another key's rule."""
+    """A key that the rule of another key reads."""
 
 
 Rule = str | Unsupported | Used | Callable[[Any, Values], Settings]
 """Our dotted key for the same value, or a function from the value and all values to our settings.
 
-A function raises `NoEqualError` without an equivalent.
+A function raises `NoEqualError` if there is no equivalent.
 """
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """The configuration format of one framework."""
+    """A framework's configuration format, and its translation to ours."""
 
     name: str
     marks: frozenset[str]
-    """Dotted keys by which the framework is recognised: other frameworks do not have them."""
+    """Dotted keys by which the framework is recognised, because other frameworks do not have them."""
     keys: Mapping[str, Rule]
-    """Dotted key -> rule; a rule for a block applies to everything in it."""
+    """Rules by dotted key. A rule for a block applies to everything in the block."""
     defaults: Values | Callable[[Values], Values] = field(default_factory=dict)
-    """The framework's default values that differ from ours, or a function from a file's values to them."""
+    """The framework's default values that differ from ours, or a function that returns them for a file's values."""
     always: Settings = field(default_factory=dict)
     """Our settings that apply to every configuration of the framework."""
 
@@ -66,7 +66,7 @@ ALPACA = {
     "output_field": "output",
     "separate_with": "\n\n",
 }
-"""Our data format for records in Alpaca's layout."""
+"""Our data format for records with Alpaca's fields."""
 OUTPUT_PATHS = Unsupported(
     "where files go is said by trainer.log_dir and trainer.checkpointer.base_path; set them if the defaults do not suit"
 )
@@ -76,7 +76,7 @@ AUTOMATIC = Unsupported("nothing needs it: a run resumes from its newest checkpo
 
 
 def convert_precision(text: object) -> Settings:
-    """Our precision policy for another framework's dtype name; mixed bfloat16 keeps float32 weights."""
+    """Returns our precision policy for another framework's dtype name. Mixed bfloat16 keeps float32 weights."""
     name = str(text).lower().removeprefix("torch.")
     if name in ("bf16-mixed", "bfloat16", "bf16"):
         return {"trainer.mp": "p=f32,c=bfloat16"}
@@ -88,7 +88,7 @@ def convert_precision(text: object) -> Settings:
 
 
 def flatten(block: object, prefix: str = "") -> dict[str, object]:
-    """Flattens nested blocks to dotted keys; lists and empty blocks are kept as values."""
+    """Flattens nested blocks to dotted keys. Lists and empty blocks are kept as values."""
     if not isinstance(block, dict) or not block:
         return {prefix.removesuffix("."): block}
     flattened: dict[str, object] = {}

@@ -1,4 +1,4 @@
-"""litgpt: the YAML of `litgpt pretrain` and `litgpt finetune`."""
+"""The dialect of litgpt: the YAML files of `litgpt pretrain` and `litgpt finetune`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _NAMED = {
         **{"intermediate_size": 5632, **_LLAMA},
     },
 }
-"""Models by litgpt name, as far as litgpt's examples use them."""
+"""Sizes of the models that litgpt's examples use, keyed by litgpt name."""
 
 
 def _model_block(values: Values) -> str:
@@ -79,7 +79,7 @@ def _model_block(values: Values) -> str:
 
 
 def _is_fine_tuning(values: Values) -> bool:
-    """True for a file of a fine-tuning command."""
+    """Returns True for a file of a fine-tuning command."""
     return "checkpoint_dir" in values or "lora_r" in values
 
 
@@ -102,7 +102,7 @@ def _convert_family(value: str) -> Settings:
 
 
 def _convert_for_family(kind: str, key: str, value: object, values: Values, *, plain: object) -> Settings:
-    """A key that exists in our models of type `kind`; in the other type, its value is fixed to `plain`."""
+    """Converts a key that our models of type `kind` have. In the other type, its value is fixed to `plain`."""
     if _model_type(values) == kind:
         return {f"model.{key}": value}
     return _check_fixed_value(value, plain, next(family for family in _FAMILIES.values() if family != kind))
@@ -120,13 +120,13 @@ def _check_fixed_value(value: object, plain: object, kind: str) -> Settings:
 
 
 def _default_values(values: Values) -> Values:
-    """Defaults of litgpt for missing keys; they depend on its command, which is recognised by the keys."""
+    """Returns litgpt's defaults for missing keys. They depend on the command, which is recognised by the keys."""
     tunes = _is_fine_tuning(values)
     defaults: dict[str, object] = {"seed": 1337 if tunes else 42, **(_TUNING if tunes else _PRETRAINING)}
     if "train.max_steps" in values or "train.epochs" in values:
         defaults.pop("train.max_tokens", None)
     if "train.learning_rate" not in values:
-        # PyTorch's defaults, which litgpt uses if a file only names the optimizer.
+        # Defaults of PyTorch, which litgpt uses if a file only names the optimizer.
         defaults |= {f"optimizer.init_args.{key}": value for key, value in _ADAMW.items()}
     block = _model_block(values)
     named = _NAMED.get(str(values.get("model_name")).rpartition("/")[2])
@@ -166,7 +166,7 @@ def _convert_model_name(value: object, values: Values) -> Settings:
 
 
 def _size_rules(block: str) -> dict[str, Rule]:
-    """Rules for the model keys below `block`."""
+    """Returns the rules for the model keys below `block`."""
     return {f"{block}.{key}": rule for key, rule in _SIZES.items()}
 
 

@@ -1,4 +1,4 @@
-"""nanoGPT: a Python file whose assignments override the defaults in its train.py."""
+"""The dialect of nanoGPT: a Python file whose assignments override the defaults in nanoGPT's train.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _convert_dataset(value: object, values: Values) -> Settings:
             {
                 "data.train_urls": [f"data/{value}/input.txt"],
                 "data.tokenizer": "bytes",
-                # About as many as its prepare.py holds out: a tenth of a million characters.
+                # About as many as nanoGPT's prepare.py holds out, which is a tenth of a million characters.
                 "data.num_validation_sequences": max(1, 100_000 // int(values["block_size"])),
             },
         )

@@ -25,14 +25,14 @@ _OPERATORS = {
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's loader that also reads `2e-5` as a number, as the frameworks do."""
+    """PyYAML's loader, which is extended to read `2e-5` as a number, as the frameworks do."""
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
 
 
 def read_foreign(file: Path) -> tuple[dict[str, object], list[str]]:
-    """Returns the data of a file, parsed by its suffix, and the lines of a Python file that cannot be evaluated.
+    """Returns the data of a file, parsed according to its suffix, and the Python lines that cannot be evaluated.
 
     Raises:
         UserError: if the file is missing, or its content does not match its suffix.
@@ -63,7 +63,7 @@ def read_foreign(file: Path) -> tuple[dict[str, object], list[str]]:
 
 
 def _nesting_depth(data: object) -> int:
-    """Nesting depth of blocks and lists."""
+    """Returns the nesting depth of blocks and lists."""
     values, depth = [data], 0
     while blocks := [value for value in values if isinstance(value, dict | list)]:
         depth += 1
@@ -90,7 +90,7 @@ def _parse_yaml(text: str) -> object:
 
 
 def _check_size(root: yaml.Node) -> None:
-    """Raises ValueError for more values than any configuration has; each use of an alias counts."""
+    """Raises ValueError if there are more values than any configuration has. Each use of an alias counts."""
     waiting, count = [root], 0
     while waiting:
         node = waiting.pop()
@@ -104,7 +104,7 @@ def _check_size(root: yaml.Node) -> None:
 
 
 def _evaluate_assignments(text: str) -> tuple[dict[str, object], list[str]]:
-    """The values assigned in a Python file, if computable from literals and each other, and all other lines."""
+    """Returns the values assigned in a Python file that depend only on literals and each other, and all other lines."""
     names: dict[str, object] = {}
     skipped = []
     for statement in ast.parse(text).body:

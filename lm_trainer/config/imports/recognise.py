@@ -1,4 +1,4 @@
-"""Recognition of the framework of a configuration by its keys."""
+"""Recognises the framework of a configuration by its keys."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
 
 _SHOWN = 6
-"""Maximum keys of each kind in a message."""
+"""Maximum number of keys of each kind in a message."""
 
 
 def find_rule(dialect: Dialect, key: str) -> tuple[str, Rule | None]:
-    """The rule for a key, or for the innermost enclosing block with a rule."""
+    """Returns the rule for a key, or for the innermost enclosing block that has a rule."""
     while key and key not in dialect.keys:
         key = key.rpartition(".")[0]
     return key, dialect.keys.get(key)
@@ -25,13 +25,13 @@ def find_dialect(file: Path, keys: Set[str], name: str | None, root: type[Config
     """Returns the dialect of a file.
 
     Args:
-        file: the file; its suffix matters: only nanoGPT uses Python.
+        file: path of the file. Its suffix matters, because only nanoGPT uses Python.
         keys: the dotted keys in the file.
-        name: name of the framework; None means by its keys.
-        root: our configuration class, whose keys are also Levanter's.
+        name: name of the framework; None recognises it by its keys.
+        root: our configuration class, whose keys are also Levanter's keys.
 
     Raises:
-        UserError: for an unknown framework, or ambiguous keys.
+        UserError: if the framework is unknown, or the keys are ambiguous.
     """
     names = ", ".join(dialect.name for dialect in DIALECTS)
     if name is not None:
@@ -52,7 +52,7 @@ def find_dialect(file: Path, keys: Set[str], name: str | None, root: type[Config
         )
     best = max(marked, key=lambda dialect: len(dialect.marks & keys))
     matched = _supported_keys(best, keys, root)
-    # A single mark may be a coincidence, unless all other keys match too.
+    # A single mark may be a coincidence, unless all other keys also match.
     few = len(best.marks & keys) < 2 and file.suffix != ".py"
     if 2 * len(matched) < len(keys) or (few and len(matched) < len(keys)):
         raise UserError(
@@ -64,7 +64,10 @@ def find_dialect(file: Path, keys: Set[str], name: str | None, root: type[Config
 
 
 def recognise_framework(file: Path, keys: Set[str], root: type[Config]) -> str | None:
-    """The framework of a file with several of its marks; None if unclear, and for Levanter: its keys need no change."""
+    """Returns the framework of a file that has several of its marks; None if unclear.
+
+    Also returns None for Levanter, whose keys need no change.
+    """
     try:
         dialect = find_dialect(file, keys, None, root)
     except UserError:
@@ -73,15 +76,15 @@ def recognise_framework(file: Path, keys: Set[str], root: type[Config]) -> str |
 
 
 def _supported_keys(dialect: Dialect, keys: Set[str], root: type[Config]) -> set[str]:
-    """The keys a framework supports."""
-    # A dialect with a catch-all rule has our keys.
+    """Returns the keys that a framework supports."""
+    # A dialect with a catch-all rule has the same keys as ours.
     if "" in dialect.keys:
         return {key for key in keys if key.split(".")[0] in root.model_fields}
     return {key for key in keys if find_rule(dialect, key)[1] is not None}
 
 
 def _is_marked(dialect: Dialect, keys: Set[str], candidates: Collection[Dialect], root: type[Config]) -> bool:
-    """True if the keys include a mark of the framework, and a key that no other framework has."""
+    """Returns True if the keys include a mark of the framework, and a key that no other framework has."""
     shared = {key for other in candidates if other is not dialect for key in other.keys}
     return bool(dialect.marks & keys) and bool(_supported_keys(dialect, keys, root) - shared)
 

@@ -1,4 +1,4 @@
-"""torchtitan: a TOML file with sections, and models by name and flavor."""
+"""The dialect of torchtitan: a TOML file with sections, which selects a model by name and flavor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Translation of a foreign configuration into ours, with a list of keys without an equivalent."""
+"""Translates a foreign configuration into ours, and lists the keys that have no equivalent."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class Translation:
     dialect: str
     data: Blocks
     lost: tuple[tuple[str, str], ...]
-    """(foreign key, reason)."""
+    """The foreign keys that were lost, as (key, reason)."""
 
     @property
     def notes(self) -> list[str]:
-        """The lost keys, one line per reason."""
+        """The lost keys, with one line per reason."""
         keys: dict[str, list[str]] = {}
         for key, reason in self.lost:
-            # Both may quote the foreign file; a line feed would end the comment.
+            # Both may quote the foreign file, in which a line feed would end the comment.
             keys.setdefault(escape_line(reason), []).append(escape_line(key))
         return [f"{', '.join(foreign_keys)}: {reason}" for reason, foreign_keys in keys.items()]
 
     def to_yaml(self, source: str) -> str:
-        """The configuration as a YAML file, with a list of lost keys at the top."""
+        """Returns the configuration as the text of a YAML file, with a list of lost keys at the top."""
         lines = [f"# From {escape_line(source)}, a configuration of {self.dialect}."]
         lines += ["# Not taken over:", *(f"#   {note}" for note in self.notes)] if self.lost else []
         return "\n".join(lines) + "\n" + yaml.safe_dump(self.data, sort_keys=False, allow_unicode=True)
@@ -50,9 +50,9 @@ def translate(file: Path, root: type[Config], name: str | None = None) -> Transl
     """Reads a configuration of another framework, and translates it to our keys.
 
     Args:
-        file: a YAML, JSON, TOML or Python file; Python assignments are parsed, not run.
+        file: path of a YAML, JSON, TOML or Python file. Python assignments are parsed, but not run.
         root: our configuration class.
-        name: name of the framework; None means by its keys.
+        name: name of the framework; None recognises it by its keys.
 
     Raises:
         UserError: if the file cannot be read, or its framework is unclear.
@@ -62,7 +62,7 @@ def translate(file: Path, root: type[Config], name: str | None = None) -> Transl
     dialect = find_dialect(file, set(flattened), name, root)
     settings = dict(dialect.always)
     lost = [(line, "a value that only running the file tells") for line in skipped]
-    # Unset keys have no meaning.
+    # Unset keys have no effect.
     set_values = {key: value for key, value in flattened.items() if value is not None}
     assumed = dialect.defaults(set_values) if callable(dialect.defaults) else dialect.defaults
     values = {**assumed, **set_values}
@@ -88,13 +88,16 @@ _SOURCES = {"train_urls", "id", "source", "configs"}
 
 
 def settings_for_foreign_key(key: str) -> list[str]:
-    """Our keys for a key of other frameworks, in the order of the dialects; most keys have none."""
+    """Returns our keys for a key of other frameworks, in the order of the dialects. Most keys have none."""
     rules = [dialect.keys.get(key) for dialect in DIALECTS]
     return [*dict.fromkeys(rule for rule in rules if isinstance(rule, str))]
 
 
 def detect_framework(file: Path, root: type[Config]) -> str | None:
-    """The framework of a file, by its keys; None if unclear, and for Levanter, whose keys need no change."""
+    """Returns the framework of a file, recognised by its keys; None if unclear.
+
+    Also returns None for Levanter, whose keys need no change.
+    """
     try:
         keys = set(flatten(read_foreign(file)[0]))
     except UserError:
@@ -113,7 +116,7 @@ def _apply_rule(rule: Rule | None, value: object, values: Values) -> Settings:
 
 
 def _nest_settings(settings: Settings) -> Blocks:
-    """Nests dotted keys into blocks, with sections in our usual order."""
+    """Nests dotted keys into blocks, with the sections in our usual order."""
     nested: Blocks = {}
     for key, value in settings.items():
         *parents, last = key.split(".")
@@ -126,7 +129,7 @@ def _nest_settings(settings: Settings) -> Blocks:
 
 
 def _split_lost_keys(data: Blocks, root: type[Config]) -> tuple[Blocks, list[tuple[str, str]]]:
-    """Splits the data into our keys, in our spelling, and lost keys with reasons."""
+    """Splits the data into our keys, in our spelling, and lost keys with the reasons."""
     document = Document()
     node = ConfigNode.root(root)
     rename_foreign_keys(node, data, (), document)

@@ -1,1 +1,1 @@
-"""Audio rows: decoding, resampling, log-mel spectrograms, augmentation, and generated Morse code."""
+"""Audio: decoding, resampling, log-mel spectrograms, augmentation, and generated Morse code."""

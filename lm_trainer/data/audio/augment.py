@@ -1,4 +1,4 @@
-"""SpecAugment (Park et al. 2019): masks runs of frames and bands of channels in the features.
+"""SpecAugment (Park et al. 2019), which masks runs of frames and bands of channels in the features.
 
 Shape letters: B rows, F frames, M mel channels.
 """
@@ -11,28 +11,28 @@ from pydantic import Field
 from lm_trainer.core.config import Config
 
 _STREAM = 0x5BEC
-"""Distinguishes these draws from others with the same seed."""
+"""Constant that distinguishes these random draws from others with the same seed."""
 
 
 class SpecAugment(Config):
-    """Masks over training features, redrawn for each row at each step from (seed, step, row) only."""
+    """Masks over training features. They are drawn for each row at each step, from (seed, step, row) only."""
 
     time_masks: int = Field(default=2, ge=0)
-    """Masked runs of frames per row."""
+    """Number of masked runs of frames per row."""
     time_width: int = Field(default=40, ge=1)
-    """Maximum length of a run, in frames; each is drawn from 0 to this."""
+    """Maximum length of a run in frames. Each length is drawn from 0 to this number."""
     channel_masks: int = Field(default=2, ge=0)
-    """Masked bands of mel channels per row."""
+    """Number of masked bands of mel channels per row."""
     channel_width: int = Field(default=10, ge=1)
-    """Maximum width of a band, in channels; each is drawn from 0 to this."""
+    """Maximum width of a band in channels. Each width is drawn from 0 to this number."""
 
     def apply(self, features_BFM: np.ndarray, seed: int, positions_B: np.ndarray) -> np.ndarray:
         """Returns a copy with masked values set to 0, as in `transformers`.
 
         Args:
-            features_BFM: float32.
-            seed: of the run.
-            positions_B: each row's number in the run, counted over all steps.
+            features_BFM: float32 [B, F, M], the features.
+            seed: seed of the run.
+            positions_B: number of each row in the run, counted over all steps.
         """
         masked_BFM = features_BFM.copy()
         for row_FM, position in zip(masked_BFM, positions_B.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Morse code as audio: generated training data for speech recognition, without recordings."""
+"""Generates Morse code as audio: training data for speech recognition that needs no recordings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# ITU-R M.1677-1.
+# The code of recommendation ITU-R M.1677-1.
 _TABLE = """
 a .- b -... c -.-. d -.. e . f ..-. g --. h .... i .. j .--- k -.- l .-.. m -- n -. o --- p .--. q --.- r .-. s ... t -
 u ..- v ...- w .-- x -..- y -.-- z --.. 0 ----- 1 .---- 2 ..--- 3 ...-- 4 ....- 5 ..... 6 -.... 7 --... 8 ---.. 9 ----.
@@ -14,34 +14,34 @@ u ..- v ...- w .-- x -..- y -.-- z --.. 0 ----- 1 .---- 2 ..--- 3 ...-- 4 ....- 
 _SIGNS = _TABLE.split()
 _CODES: dict[str, str] = dict(zip(_SIGNS[::2], _SIGNS[1::2], strict=True))
 _EDGE_SECONDS = 0.004
-"""Rise and fall time of a tone, which prevents clicks."""
+"""Rise and fall time of a tone in seconds, which prevents clicks."""
 _LEAD_SECONDS = 0.05
-"""Maximum pause before the first tone."""
+"""Maximum pause before the first tone in seconds."""
 
 
 def num_time_units(text: str) -> int:
-    """Returns the length of a text in time units (dot 1, dash 3); letters, digits and single blanks only."""
+    """Returns the length in time units (a dot is 1, a dash is 3) of a text of letters, digits and single blanks."""
     return sum(length for _, length in _tone_runs(text))
 
 
 @dataclass(frozen=True)
 class MorseVoice:
-    """Ranges of the random sound parameters of each row."""
+    """Ranges from which the sound parameters of each row are drawn."""
 
     unit_seconds: tuple[float, float]
     pitch: tuple[float, float]
-    """Hz."""
+    """Minimum and maximum pitch in Hz."""
     noise: tuple[float, float]
-    """Standard deviation of the noise; tones have an amplitude of 1."""
+    """Minimum and maximum standard deviation of the noise; tones have an amplitude of 1."""
 
     def speak(self, text: str, sampling_rate: int, rng: np.random.Generator, *, signal: bool = True) -> np.ndarray:
-        """Returns float32 samples in [-1, 1].
+        """Returns the sound of a text as float32 samples in [-1, 1].
 
         Args:
-            text: letters, digits and single blanks.
-            sampling_rate: Hz.
-            rng: for speed, pitch, pause, loudness and noise.
-            signal: False omits the tones: the same noise, without any signal.
+            text: the text, made of letters, digits and single blanks.
+            sampling_rate: number of samples per second.
+            rng: random generator for speed, pitch, pause, loudness and noise.
+            signal: False omits the tones, which gives the same noise without any signal.
         """
         unit, pitch, noise = (rng.uniform(*bounds) for bounds in (self.unit_seconds, self.pitch, self.noise))
         lead, loudness, phase = rng.uniform(0, _LEAD_SECONDS), rng.uniform(0.2, 0.9), rng.uniform(0, 2 * np.pi)
@@ -60,13 +60,13 @@ class MorseVoice:
 
 
 def _tone_runs(text: str) -> list[tuple[bool, int]]:
-    """Returns (tone or pause, units) of a text, without the pause at its end."""
+    """Returns the sequence of (True for a tone, time units) of a text, without the pause at its end."""
     runs: list[tuple[bool, int]] = []
     for word in text.split(" "):
         for letter in word:
             for sign in _CODES[letter]:
                 runs += [(True, 1 if sign == "." else 3), (False, 1)]
-            # Three units between letters, seven between words; one unit is already included.
+            # The pause is three units between letters and seven between words. One unit is already included.
             runs[-1] = (False, 3)
         runs[-1] = (False, 7)
     return runs[:-1]

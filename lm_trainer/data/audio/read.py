@@ -1,4 +1,4 @@
-"""Reading of audio: decoding, one channel, one sampling rate.
+"""Reads audio: decodes it, and converts it to one channel and one sampling rate.
 
 Shape letters: T samples, C channels.
 """
@@ -19,30 +19,30 @@ _PACKAGES = "pip install 'lm_trainer[audio]'"
 
 
 class BadAudio(Exception):
-    """Unusable audio; the message has the reason."""
+    """Unusable audio. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class AudioRules:
-    """Requirements on audio, and the treatment of audio that does not meet them."""
+    """Requirements for audio, and the treatment of audio that does not meet them."""
 
     rate: ClassVar[int] = SAMPLING_RATE
-    """Output samples per second."""
+    """Number of output samples per second."""
 
     resample: bool = True
-    """False rejects audio with another rate."""
+    """False rejects audio with another sampling rate."""
     mix_channels: bool = True
     """False rejects audio with several channels."""
 
     def read(self, source: bytes | BinaryIO, max_seconds: float | None = None) -> np.ndarray:
-        """Decodes a file of any format supported by libsndfile (wav, flac, mp3, ogg) into float32 [T].
+        """Decodes a file in any format that libsndfile supports (wav, flac, mp3, ogg) to float32 [T].
 
         Args:
-            source: the bytes of the file, or the open file.
-            max_seconds: longer audio is rejected without decoding.
+            source: the content of the file, or the open file.
+            max_seconds: maximum length in seconds; longer audio is rejected without decoding it.
 
         Raises:
-            BadAudio: if it is damaged, empty or does not meet the requirements.
+            BadAudio: if the audio is damaged or empty, or does not meet the requirements.
             UserError: if a package is missing.
         """
         try:
@@ -60,7 +60,7 @@ class AudioRules:
             raise BadAudio(f"the audio cannot be decoded: {reason}") from None
 
     def convert_samples(self, samples: np.ndarray, rate: float, max_seconds: float | None = None) -> np.ndarray:
-        """Converts samples [T] or [T, C] to one channel at the output rate; otherwise like `read`."""
+        """Converts samples [T] or [T, C] to one channel at the output rate. Otherwise like `read`."""
         if not samples.size:
             raise BadAudio("the audio holds no samples")
         if not np.isfinite(samples).all():
@@ -88,7 +88,7 @@ def _check_length(seconds: float, max_seconds: float | None) -> None:
 
 
 def find_samples(value: Mapping[str, object]) -> tuple[np.ndarray, float] | None:
-    """Returns the samples and the rate of an object with `array` and `sampling_rate`; None without samples.
+    """Returns the samples and the rate of an object with `array` and `sampling_rate`; None if it has no samples.
 
     Raises:
         BadAudio: if samples or rate are not valid numbers.
@@ -102,5 +102,5 @@ def find_samples(value: Mapping[str, object]) -> tuple[np.ndarray, float] | None
     rate = value.get("sampling_rate")
     if samples.ndim not in (1, 2) or isinstance(rate, bool) or not isinstance(rate, int | float) or rate <= 0:
         raise BadAudio("an object with an array of samples needs numbers in it, and a sampling_rate above 0")
-    # Arrays of several channels are channels-first in Hugging Face data sets, and channels-last here.
+    # Arrays with several channels are channels-first in Hugging Face data sets, and channels-last here.
     return (samples.T if samples.ndim == 2 and samples.shape[0] < samples.shape[1] else samples), float(rate)

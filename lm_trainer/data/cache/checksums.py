@@ -1,9 +1,9 @@
-"""Checksums of the files of a part: written with it, and verified when it is read.
+"""Checksums of the files of a part, which are written with the part and verified when it is read.
 
 A commit record has the SHA-256 of each file, and the first digits of the SHA-256 of each of its blocks. A reader
-verifies only the blocks it needs, so the first read of a row costs the same in a part of any size: once per block on a
-local disk, on every fetch from object storage. Earlier versions wrote no block checksums: such a file is a single
-block, verified once.
+verifies only the blocks it needs, so the cost of the first read of a row does not depend on the size of the part.
+Blocks are verified once on a local disk, and on every fetch from object storage. Earlier versions wrote no block
+checksums; their files are treated as a single block, which is verified once.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import numpy as np
 
 BLOCK_BYTES = 1 << 16
-"""Approximate bytes that a disk reads at a time for a row."""
+"""Approximate number of bytes that a disk reads at a time for a row."""
 
 _BLOCK_DIGITS = 16
-"""Hex digits of a block's checksum."""
+"""Number of hex digits of a block's checksum."""
 
 
 class Sliceable(Protocol):
@@ -28,10 +28,10 @@ class Sliceable(Protocol):
 
 
 def file_record(content: bytes | np.ndarray) -> dict[str, int | str]:
-    """Returns the entry of a file in a commit record: size, checksum, and checksums of its blocks.
+    """Returns the entry of a file in a commit record: its size, its checksum, and the checksums of its blocks.
 
     Args:
-        content: bytes, or a contiguous array.
+        content: bytes or a contiguous array.
     """
     content_F = np.frombuffer(content, np.uint8)
     blocks = [content_F[first : first + BLOCK_BYTES] for first in range(0, len(content_F), BLOCK_BYTES)]
@@ -44,7 +44,7 @@ def file_record(content: bytes | np.ndarray) -> dict[str, int | str]:
 
 
 def is_intact(content: bytes | np.ndarray, recorded: Mapping[str, object]) -> bool:
-    """Compares a full file with every entry of its commit record."""
+    """Returns True if a full file matches everything that its commit record lists for it."""
     computed = file_record(content)
     return recorded["sha256"] == computed["sha256"] and all(
         recorded.get(key, computed[key]) == computed[key] for key in computed
@@ -52,11 +52,11 @@ def is_intact(content: bytes | np.ndarray, recorded: Mapping[str, object]) -> bo
 
 
 class BlockSums:
-    """Checksums of the blocks of one file, and the blocks verified so far. Safe to use from several threads.
+    """Checksums of the blocks of one file, and which blocks are verified so far. Safe to use from several threads.
 
     Args:
-        recorded: from `file_record`; without the last two keys if written by an earlier version.
-        size: bytes of the file.
+        recorded: an entry made by `file_record`; an entry written by an earlier version lacks the last two keys.
+        size: size of the file in bytes.
 
     Raises:
         ValueError: if the file has more blocks than checksums.
@@ -77,11 +77,11 @@ class BlockSums:
         self._compared = bytearray(count)
 
     def blocks_in_range(self, first: int, last: int) -> range:
-        """Returns the blocks of the bytes [first, last)."""
+        """Returns the numbers of the blocks that contain the bytes [first, last)."""
         return range(first // self._block_bytes, -(-last // self._block_bytes))
 
     def unverified_blocks(self, first: int, last: int) -> list[int]:
-        """Returns the unverified blocks of the bytes [first, last)."""
+        """Returns the numbers of the unverified blocks that contain the bytes [first, last)."""
         blocks = self.blocks_in_range(first, last)
         if self._compared.find(0, blocks.start, blocks.stop) < 0:
             return []
@@ -93,12 +93,12 @@ class BlockSums:
         return self._compared.find(0) < 0
 
     def block_byte_range(self, block: int) -> tuple[int, int]:
-        """Returns the bytes [first, last) of a block."""
+        """Returns the range [first, last) of a block's bytes."""
         first = block * self._block_bytes
         return first, min(first + self._block_bytes, self._size)
 
     def verify_block(self, block: int, content: Any) -> bool:
-        """Verifies a block; True if it is intact."""
+        """Verifies a block. Returns True if it is intact."""
         recorded = self._sums[block * self._width : (block + 1) * self._width]
         intact = hashlib.sha256(content).digest()[: self._width] == recorded
         if intact:
@@ -107,14 +107,14 @@ class BlockSums:
 
 
 class CheckedItems:
-    """Items of a part, with blocks verified at their first read.
+    """Items of a part, whose blocks are verified at their first read.
 
     Args:
-        items: can be sliced.
-        content_F: the bytes of `items`, which can be sliced too.
-        byte_range: maps (start, count) to the bytes [first, last) of these items.
-        sums: of the bytes.
-        damaged: makes the error for a damaged block.
+        items: the items, as an object that supports slicing.
+        content_F: the bytes of `items`, as an object that supports slicing.
+        byte_range: maps (start, count) of items to the range [first, last) of their bytes.
+        sums: the checksums of the bytes.
+        damage_error: makes the error for a damaged block.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class CheckedItems:
         self._sums, self._damage_error = sums, damage_error
 
     def fastest_view(self) -> Sliceable:
-        """Returns the object that is fastest to slice: the items themselves once all of their blocks are verified."""
+        """Returns the object that is fastest to slice, which is `items` itself once all blocks are verified."""
         return self._items if self._sums.is_fully_verified else self
 
     def __getitem__(self, items: slice) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Documents of a cache: their beginnings, their lengths, and their rows in the source.
+"""Finds the beginnings, the lengths and the source rows of a cache's documents.
 
 Shape letters: D documents, P documents or pieces of documents in one part.
 """
@@ -14,7 +14,7 @@ from lm_trainer.data.cache.ledger import Ledger
 
 
 def document_lengths(store: KvStore, ledger: Ledger) -> np.ndarray:
-    """Reads the tokens of each document in stream order, including the end-of-document token: int64 [D].
+    """Reads the number of tokens of each document, including its end-of-document token, in stream order: int64 [D].
 
     Raises:
         MachineError: if the cache has lost a file.
@@ -28,7 +28,7 @@ def document_lengths(store: KvStore, ledger: Ledger) -> np.ndarray:
         # If fewer documents end in the part than it has pieces, the last piece continues in a later part.
         unfinished = documents < len(pieces_P)
         if is_open:
-            # The first piece of this part continues the document.
+            # The first piece of this part continues the last document of the previous part.
             lengths[-1][-1] += pieces_P[0]
             pieces_P = pieces_P[1:]
         is_open = unfinished
@@ -38,7 +38,7 @@ def document_lengths(store: KvStore, ledger: Ledger) -> np.ndarray:
 
 
 def read_lengths(store: KvStore, ledger: Ledger, part: int) -> np.ndarray:
-    """Reads the tokens of each document, or piece of one, in the part at index `part` of the ledger: int64 [P].
+    """Reads the number of tokens of each document or piece in the part at index `part` of the ledger: int64 [P].
 
     Raises:
         MachineError: if the file is lost or damaged.
@@ -47,13 +47,13 @@ def read_lengths(store: KvStore, ledger: Ledger, part: int) -> np.ndarray:
 
 
 def read_rows(store: KvStore, ledger: Ledger, part: int) -> np.ndarray:
-    """Reads each document's (or piece's) row in the shard, for a part: int64 [P].
+    """Reads the row in the shard of each document or piece of a part: int64 [P].
 
     Raises:
         MachineError: if a file is lost or damaged.
     """
     rows_P, record = _read_counts(store, ledger, part, "row")
-    # The file counts from the part's first row, given in the record.
+    # The file counts rows from the part's first row, which the record gives.
     return rows_P + record["rows"][0]
 
 
@@ -61,7 +61,7 @@ def read_required_record(store: KvStore, ledger: Ledger, part: int) -> CommitRec
     """Reads the commit record of a part listed in the ledger.
 
     Raises:
-        MachineError: if it is lost or damaged, or does not match the ledger.
+        MachineError: if the record is lost or damaged, or does not match the ledger.
     """
     name = ledger.parts[part]
     record = read_record(store, name)
@@ -73,10 +73,10 @@ def read_required_record(store: KvStore, ledger: Ledger, part: int) -> CommitRec
 
 
 def find_first_piece(store: KvStore, ledger: Ledger, part: int) -> tuple[int, int]:
-    """Finds the beginning of the document continued by the first piece of a part.
+    """Finds the beginning of the document that the first piece of a part continues.
 
     Returns:
-        The part of the document's first piece, and the document's tokens before `part`.
+        The index of the part with the document's first piece, and the number of the document's tokens before `part`.
 
     Raises:
         MachineError: if a file is lost or damaged.
@@ -86,14 +86,14 @@ def find_first_piece(store: KvStore, ledger: Ledger, part: int) -> tuple[int, in
         part -= 1
         pieces_P = read_lengths(store, ledger, part)
         tokens_before += int(pieces_P[-1]) if len(pieces_P) else 0
-        # In a part of several pieces, the document begins with the last one.
+        # In a part of several pieces, the document begins with the last piece.
         if len(pieces_P) > 1:
             break
     return part, tokens_before
 
 
 def _read_counts(store: KvStore, ledger: Ledger, part: int, kind: str) -> tuple[np.ndarray, CommitRecord]:
-    """Reads a file with one number per document or piece, int64 [P], and the commit record."""
+    """Reads a file with one number per document or piece, int64 [P], and the commit record of its part."""
     key = part_key(ledger.parts[part], kind)
     content = store.read(key)
     if content is None:

@@ -1,10 +1,10 @@
-"""Lists of documents excluded from training: files of JSON lines, made for the tokens of certain caches.
+"""Lists of documents to exclude from training. They are files of JSON lines, made for the tokens of certain caches.
 
     {"format": 1, "sets": {"wiki": {"documents": 6407814, "tokens": "94eff5d10d41cc82"}}}
     {"set": "wiki", "document": 17, "tokens": 812, "why": "exact", "like": {"set": "wiki", "document": 3}}
 
-The first line names the tokens for which the document numbers are valid. Of the other lines, only `set` and `document`
-are used.
+The first line identifies the tokens for which the document numbers are valid. In the other lines, only `set` and
+`document` are used.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Exclusion:
-    """The documents of one set excluded from training."""
+    """The documents of one set that are excluded from training."""
 
     documents_N: np.ndarray
-    """int64 [N], their numbers in the cache, in increasing order."""
+    """int64 [N], numbers of the documents in the cache, in increasing order."""
     made_for: Mapping[str, tuple[int, str]]
-    """File of each list -> the documents and the token hash it was made for."""
+    """Maps the file of each list to the number of documents and the token hash for which it was made."""
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the numbers, independent of their files."""
+        """Hash of the document numbers, independent of the files that list them."""
         return hashlib.sha256(self.documents_N.astype("<i8").tobytes()).hexdigest()[:16]
 
     def check_matches_cache(self, name: str, ledger: Ledger, documents: int) -> None:
-        """Makes sure the lists were made for this cache.
+        """Checks that the lists were made for this cache.
 
         Args:
-            name: of the set, for messages.
-            ledger: of the cache.
-            documents: number of documents in the cache, including an unterminated one.
+            name: name of the set, for messages.
+            ledger: ledger of the cache.
+            documents: number of documents in the cache, including an unterminated one at the end.
 
         Raises:
-            UserError: if a list was made for other tokens, or names a nonexistent document.
+            UserError: if a list was made for other tokens, or contains a nonexistent document.
         """
         for file, (num_listed, tokens) in self.made_for.items():
             if tokens != hash_tokens(ledger):
@@ -66,19 +66,19 @@ class Exclusion:
 
 
 def hash_tokens(ledger: Ledger) -> str:
-    """Hash of all tokens of a finished cache."""
+    """Returns the hash of all tokens of a finished cache."""
     return fingerprint(ledger.sha256)
 
 
 def read_exclusions(files: Sequence[str], sets: Iterable[str]) -> dict[str, Exclusion]:
-    """Reads and merges the lists of each set named in them.
+    """Reads lists, and merges their entries for each set.
 
     Args:
-        files: their paths.
-        sets: the names of all trained sets.
+        files: paths of the lists.
+        sets: names of all sets to train on.
 
     Raises:
-        UserError: for an invalid file, with the invalid line.
+        UserError: if a file is invalid; names the invalid line.
     """
     set_names, numbers = list(sets), dict[str, list[np.ndarray]]()
     made_for: dict[str, dict[str, tuple[int, str]]] = {}
@@ -125,12 +125,12 @@ def write_exclusions(file: Path, ledgers: Mapping[str, Ledger], entries: Iterabl
     """Writes a list atomically.
 
     Args:
-        file: its path.
-        ledgers: of all sets the list may name.
-        entries: lines with `set`, `document` and any other keys.
+        file: path of the list.
+        ledgers: ledgers of all sets that may occur in the list.
+        entries: lines with the keys `set`, `document` and any others.
 
     Raises:
-        UserError: if it cannot be written.
+        UserError: if the list cannot be written.
     """
     sets = {
         name: {"documents": ledger.num_documents, "tokens": hash_tokens(ledger)} for name, ledger in ledgers.items()

@@ -1,4 +1,4 @@
-"""Features of a cache: audio features stored with the tokens of each document.
+"""The audio features of a cache, which are stored with the tokens of each document.
 
 Shape letters: N documents, F frames, M mel channels.
 """
@@ -27,7 +27,7 @@ class FeatureStream(TokenStream):
         return np.asarray(ledger.documents, np.int64) * (self._shape[0] * self._shape[1])
 
     def read_documents(self, documents_N: np.ndarray) -> np.ndarray:
-        """Reads the features of some documents: float32 [N, F, M].
+        """Reads the features of the given documents: float32 [N, F, M].
 
         Raises:
             MachineError: if a part is missing or truncated.

@@ -1,4 +1,4 @@
-"""Stream without excluded documents, as if they had never been tokenised.
+"""A token stream without excluded documents, as if they had never been tokenised.
 
 Shape letters: N reads, R runs of retained documents, P pieces of reads, D documents.
 """
@@ -18,14 +18,14 @@ class FilteredStream(TokenStream):
     """The retained documents of a stream, in order. Empty until the cache is finished.
 
     Args:
-        store: of the cache.
+        store: store of the cache.
         ledger: the current ledger of the cache.
         stream: the full token stream of the cache.
         exclusion: the excluded documents.
-        name: of the set, for messages.
+        name: name of the set, for messages.
 
     Raises:
-        UserError: if the list was made for other data.
+        UserError: if an exclusion list was made for other data.
     """
 
     def __init__(self, store: KvStore, ledger: Ledger, stream: TokenStream, exclusion: Exclusion, name: str):
@@ -33,11 +33,11 @@ class FilteredStream(TokenStream):
         self.loss_mask = None
         self._set_runs(np.zeros(0, np.int64), np.zeros(0, np.int64))
         self.lengths_D = np.zeros(0, np.int64)
-        """int64: tokens of each retained document."""
+        """int64: number of tokens of each retained document."""
         self.extend(ledger)
 
     def extend(self, ledger: Ledger) -> None:
-        """Adds a cache once it is finished: earlier, the exclusion list cannot be checked against its documents."""
+        """Adds a cache once it is finished. Until then, exclusion lists cannot be checked against its documents."""
         self.whole.extend(ledger)
         if not ledger.finished:
             return
@@ -68,15 +68,15 @@ class FilteredStream(TokenStream):
     def map_to_full_stream(
         self, starts_N: np.ndarray, counts_N: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Maps runs of tokens to the full stream.
+        """Maps runs of tokens to positions in the full stream.
 
         Args:
-            starts_N: int64 [N].
-            counts_N: int64 [N].
+            starts_N: int64 [N], first token of each run.
+            counts_N: int64 [N], number of tokens of each run.
 
         Returns:
-            For each piece its read, its first token in the full stream, its tokens, and its offset within the read:
-            int64 [P].
+            For each piece, the index of its run, its first token in the full stream, its number of tokens, and its
+            offset within the run: each int64 [P].
         """
         nonempty = np.flatnonzero(np.asarray(counts_N))
         starts_N, counts_N = np.asarray(starts_N, np.int64)[nonempty], np.asarray(counts_N, np.int64)[nonempty]
@@ -90,7 +90,7 @@ class FilteredStream(TokenStream):
         return nonempty[reads_P], starts_P, high_P - low_P, low_P - starts_N[reads_P]
 
     def position_of(self, token: int) -> int | None:
-        """Maps a position of the full stream to this one; None if its document is excluded."""
+        """Maps a position in the full stream to the position in this stream; None if its document is excluded."""
         run = int(np.searchsorted(self._origins_R, token, side="right")) - 1
         if run < 0:
             return None
@@ -99,12 +99,12 @@ class FilteredStream(TokenStream):
 
 
 class _SelectedRuns(FilteredStream):
-    """The same runs of another stream of the cache."""
+    """The same runs of another stream of the cache, such as the loss mask."""
 
     def __init__(self, stream: TokenStream, origins_R: np.ndarray, counts_R: np.ndarray):
         self.whole, self.loss_mask = stream, None
         self._set_runs(origins_R, counts_R)
 
     def extend(self, ledger: Ledger) -> None:
-        """Keeps its runs, which are final."""
+        """Does nothing, since the runs are final."""
         del ledger

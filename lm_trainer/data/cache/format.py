@@ -1,23 +1,23 @@
 """File format of a cache.
 
-    manifest.json            everything the cache is made of; its hash is the cache's identity
+    manifest.json            everything that determines the cache; its hash is the identity of the cache
     parts/SSSSS-PPPPP.bin    token ids, raw little-endian u2 or u4: documents in order, each ended by EOS (absent if
                              the tokens stay in a user's file: then the commit record has their `place`, and the ledger
                              lists all `places`; see `token_location.py`)
-    parts/SSSSS-PPPPP.len    u4 per document (or piece of one): its tokens, EOS included
-    parts/SSSSS-PPPPP.row    u4 per document: its row in the shard, counted from the part's first row
+    parts/SSSSS-PPPPP.len    u4 per document (or piece of a document): its number of tokens, including EOS
+    parts/SSSSS-PPPPP.row    u4 per document (or piece): its row in the shard, counted from the part's first row
     parts/SSSSS-PPPPP.msk    the loss mask, if the data format has one: two bits per token, lowest bit first. One marks
                              tokens in the loss, the other marks the ends of documents (EOS may then also occur inside
                              a document)
     parts/SSSSS-PPPPP.fea    audio features, if the data format stores them: little-endian f4, frames x channels of
-                             each document in order, the same shape for all
+                             each document in order, with the same shape for all documents
     parts/SSSSS-PPPPP.json   the commit record, written last: a file not listed in it does not exist
-    shards/SSSSS.json        written when a shard has been read to its end: the number of its parts
-    ledger.json              the contiguous prefix of parts: the only entry point of readers
+    shards/SSSSS.json        the number of parts of a shard, written when the shard has been read to its end
+    ledger.json              the contiguous prefix of committed parts; the only entry point for readers
     builder.json             the heartbeat of the building process; removed when the cache is finished
 
 S is the shard number, P the part number within the shard. Files are written atomically and never changed, except the
-ledger and the heartbeat, which are replaced atomically. A part ends where the text of its rows exceeds a size, so its
+ledger and the heartbeat, which are replaced atomically. A part ends where the text of its rows exceeds a limit, so its
 bytes depend only on the source.
 """
 
@@ -43,19 +43,19 @@ RECORD_KEYS = frozenset(
 )
 """The keys of a commit record."""
 
-# Small first parts let a run start on little text; large later ones limit the number of files.
+# Small first parts let a run start on little text. Large later parts limit the number of files.
 PART_BYTES = (1 << 20, 16 << 20)
-"""Text bytes at which the first part of a shard ends; doubles with each part up to the second value."""
+"""Number of text bytes at which the first part of a shard ends, and the maximum; it doubles with each part."""
 
 
 KINDS = ("bin", "len", "row", "msk", "fea")
-"""Files of a part, in addition to its commit record."""
+"""Kinds of files of a part, in addition to its commit record."""
 PART_NAME = re.compile(r"\d{5,}-\d{5,}")
 """The name of a part, as made by `part_name`."""
 
 
 def part_name(shard: int, part: int) -> str:
-    """Names a part by its shard number and its number within the shard."""
+    """Returns the name of a part, made of its shard number and its number within the shard."""
     return f"{shard:05d}-{part:05d}"
 
 
@@ -65,7 +65,7 @@ def part_key(name: str, kind: str) -> str:
 
 
 def shard_key(shard: int) -> str:
-    """Returns the key of the file that marks a shard as read to its end."""
+    """Returns the key of the file that marks that a shard has been read to its end."""
     return f"shards/{shard:05d}.json"
 
 
@@ -95,7 +95,7 @@ class CommitRecord(TypedDict):
     bad_examples: list[str]
     blobs: dict[str, FileRecord]
     place: dict[str, Any]
-    """Only in records of tokens in a user's file."""
+    """Location of the tokens; only present if they stay in a user's file."""
 
 
 def read_record(store: KvStore, name: str) -> CommitRecord | None:
@@ -109,7 +109,7 @@ def read_record(store: KvStore, name: str) -> CommitRecord | None:
     if content is None:
         return None
     record = parse_json(store, key, content)
-    # The kinds become keys and thus paths, so others are rejected.
+    # The kinds become keys and thus paths, so unknown ones are rejected.
     if isinstance(record, dict) and record.keys() >= RECORD_KEYS and {*record["blobs"]} <= {*KINDS}:
         return cast(CommitRecord, record)
     raise damage_error(store, key)
@@ -171,5 +171,5 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def fingerprint(value: object) -> str:
-    """Hashes a JSON value to sixteen hex digits."""
+    """Returns the hash of a JSON value, as sixteen hex digits."""
     return hashlib.sha256(canonical_json(value)).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Key-value store of a cache."""
+"""The key-value store that holds a cache."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lm_trainer.core.files import expand_home
 from lm_trainer.core.key_values import KeyValues, plain_error_text
 
 CachePath = Annotated[str, PathType(schemes=("gs", "s3", "file", "memory", "http", "https"))]
-"""A directory, or a URL supported by a TensorStore driver."""
+"""A directory, or a URL for which TensorStore has a driver."""
 
-# TensorStore raises one error type for every failure, so only the message distinguishes a full disk from a refused
+# TensorStore raises the same error type for every failure, so only the message distinguishes a full disk from a refused
 # write.
 _FULL = re.compile(r"RESOURCE_EXHAUSTED|No space left|Disk quota|File too large|os_error_code='(28|27|122)'")
 _REFUSED = re.compile(
@@ -27,7 +27,7 @@ _REFUSED = re.compile(
 
 
 class KvStore(KeyValues):
-    """Key-value store in one directory or URL. Picklable.
+    """A key-value store in one directory or URL. Picklable.
 
     Args:
         url: a path, or a URL of `gs://`, `s3://`, `file://` or `memory://`; `http(s)://` is read-only.
@@ -45,35 +45,35 @@ class KvStore(KeyValues):
             self.url = str(self.local)
         else:
             self.url = url.rstrip("/")
-            # With the same endpoints and credentials as other bucket files.
+            # Uses the same endpoints and credentials as for other bucket files.
             self._bucket = Bucket(self.url) if is_bucket(self.url) else None
         self.remote = self.local is None and not self.url.startswith("memory://")
-        _ = self._kv  # opened now, so an unusable URL is reported immediately
+        _ = self._kv  # opened now, so that an unusable URL is reported immediately
 
     def __str__(self) -> str:
         return self.url
 
     def __reduce__(self) -> tuple[type[KvStore], tuple[str]]:
-        # TensorStore's handle cannot be pickled; the receiving process opens a new one.
+        # TensorStore's handle cannot be pickled, so the receiving process opens a new one.
         return type(self), (self.url,)
 
     @property
     def store_spec(self) -> str | dict[str, object]:
-        """TensorStore's specification of the directory, or of its full bucket."""
+        """TensorStore's specification of the directory, or of the whole bucket that contains it."""
         if self._bucket is not None:
             return self._bucket.store_spec
         return {"driver": "file", "path": f"{self.local}/"} if self.local is not None else f"{self.url}/"
 
     @property
     def prefix(self) -> str:
-        """Prefix of every key, in a bucket."""
+        """Prefix of every key within the bucket."""
         return self._bucket.prefix if self._bucket is not None else ""
 
     def read_json(self, key: str) -> Any:
-        """Returns the value of a JSON key, or None if it does not exist.
+        """Returns the value of a JSON key; None if the key does not exist.
 
         Raises:
-            UserError: if it is damaged (by a manual edit or a failing disk).
+            UserError: if the value is damaged (by a manual edit or a failing disk).
         """
         value = self.read(key)
         try:
@@ -82,11 +82,11 @@ class KvStore(KeyValues):
             raise UserError(f"{self.url}/{key} is damaged: {error}. Remove {self.url} to build it again") from None
 
     def write_json(self, key: str, value: Mapping[str, object], *, if_generation: bytes | None = None) -> bytes:
-        """Writes an object as canonical JSON with a checksum; otherwise as `write`."""
+        """Writes an object as canonical JSON with a checksum. Otherwise like `write`."""
         return self.write(key, canonical_json(with_checksum(value)), if_generation=if_generation)
 
     def failure_reason(self, error: Exception, seconds: float) -> str:
-        """Returns the reason a request failed."""
+        """Returns the reason why a request failed."""
         if self._bucket is not None:
             return explain_failed_request(error, self._bucket, seconds)
         if isinstance(error, TimeoutError):
@@ -94,7 +94,7 @@ class KvStore(KeyValues):
         return plain_error_text(_error_text(error))
 
     def request_error(self, verb: str, key: str, error: Exception, seconds: float) -> UserError:
-        """Returns a `MachineError`, such as for a full disk, or a `UserError` if another directory would work."""
+        """Returns a `MachineError`, for example for a full disk, or a `UserError` if another directory would work."""
         text, reason = _error_text(error), self.failure_reason(error, seconds)
         if verb == "open":
             return UserError(f"cannot use {self.url} as a cache directory: {reason}")
@@ -116,12 +116,12 @@ class KvStore(KeyValues):
 
 
 def _error_text(error: Exception) -> str:
-    # The cause of a failed write is raised while another error is handled.
+    # The cause of a failed write is in the error's context.
     return f"{error} {error.__context__ or ''}".strip()
 
 
 def parse_checked_json(content: bytes) -> Any:
-    """Parses a file written by `KvStore.write_json`; earlier versions wrote no checksum.
+    """Parses a file written by `KvStore.write_json`. Files of earlier versions have no checksum.
 
     Raises:
         ValueError: if it is damaged.
@@ -138,5 +138,5 @@ def parse_checked_json(content: bytes) -> Any:
 
 
 def canonical_json(value: object) -> bytes:
-    """Encodes a JSON value; equal values give equal bytes."""
+    """Encodes a JSON value such that equal values have equal bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()

@@ -1,4 +1,4 @@
-"""Ledger of a cache: the parts available to readers, in order."""
+"""The ledger of a cache, which lists the parts available to readers, in order."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from lm_trainer.data.cache.token_location import TokenLocation
 class Ledger:
     """The contiguous prefix of committed parts, in stream order.
 
-    The field names are the keys of `ledger.json`. The lists have one item per part.
+    The field names are the keys of `ledger.json`. Except for `next`, the lists have one item per part.
     """
 
     format: int = FORMAT
     parts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     documents: list[int] = field(default_factory=list)
-    """Documents that end in the part."""
+    """Number of documents that end in each part."""
     text_bytes: list[int] = field(default_factory=list)
     sha256: list[str] = field(default_factory=list)
     """Hash of each part's token file, combined with its mask and feature files if any."""
@@ -45,24 +45,24 @@ class Ledger:
     marks: bool = False
     """True if the parts have loss masks."""
     places: list[list[Any]] = field(default_factory=list)
-    """The location of each part's tokens, if they stay in their original files: see `TokenLocation`."""
+    """The location of each part's tokens, if they stay in their original files. See `TokenLocation`."""
     next: list[int] = field(default_factory=lambda: [0, 0])
-    """Next shard and part."""
+    """Numbers of the next shard and of the next part within it."""
     finished: bool = False
 
     @classmethod
     def read(cls, store: KvStore) -> Self:
-        """Reads the ledger of a cache; an empty one if it does not exist.
+        """Reads the ledger of a cache. Returns an empty ledger if there is none.
 
         Raises:
-            UserError: if it is damaged, or was written by another version.
+            UserError: if the ledger is damaged, or was written by another version.
         """
         content = store.read(LEDGER)
         return cls() if content is None else cls.from_bytes(store, content)
 
     @classmethod
     def from_bytes(cls, store: KvStore, content: bytes) -> Self:
-        """Parses the file's content; otherwise like `read`."""
+        """Parses the content of the ledger file. Otherwise like `read`."""
         fields = parse_json(store, LEDGER, content)
         if not isinstance(fields, dict) or "format" not in fields:
             raise damage_error(store, LEDGER)
@@ -82,14 +82,14 @@ class Ledger:
             ledger.sha256,
             *([ledger.places] if ledger.places else []),
         ]
-        # The names become keys and thus paths.
+        # The names are checked because they become keys and thus paths.
         named = all(isinstance(name, str) and PART_NAME.fullmatch(name) for name in ledger.parts)
         if len({len(column) for column in lists}) != 1 or not named:
             raise damage_error(store, LEDGER)
         return ledger
 
     def advance(self, store: KvStore, num_shards: int) -> bool:
-        """Adds newly committed parts; returns True if it added any."""
+        """Adds newly committed parts. Returns True if there were any."""
         previous = list(self.next)
         while self.next[0] < num_shards:
             name = part_name(*self.next)
@@ -98,8 +98,8 @@ class Ledger:
                 self._append_part(name, record)
                 self.next[1] += 1
                 continue
-            # Shards are built concurrently, but the next shard begins only after a complete one: the order of the
-            # stream must not depend on the speed of the workers.
+            # Shards are built concurrently, but a shard's parts are added only once the previous shard is complete,
+            # because the order of the stream must not depend on the speed of the workers.
             count = read_num_parts(store, self.next[0])
             if count is None:
                 break
@@ -125,7 +125,7 @@ class Ledger:
         self.bad_examples = (self.bad_examples + record["bad_examples"])[:5]
 
     def matches_record(self, part: int, record: CommitRecord) -> bool:
-        """True if the commit record matches part number `part` of the ledger."""
+        """Returns True if the commit record matches the part at index `part` of the ledger."""
         try:
             counts = [record["tokens"], record["documents"]] == [self.tokens[part], self.documents[part]]
             places = not self.places or _token_location_fields(record) == self.places[part]
@@ -135,23 +135,23 @@ class Ledger:
             return False
 
     def write(self, store: KvStore) -> None:
-        """Writes the ledger unless the stored one is at least as far: of two concurrent builders, one may be behind."""
+        """Writes the ledger, unless the stored one has at least as many parts, as a faster concurrent builder's may."""
         while True:
             content, generation = store.read_versioned(LEDGER)
             if content is not None and self._progress <= Ledger.from_bytes(store, content)._progress:
                 return
-            # Refused if another builder wrote in the meantime; then its ledger is compared.
+            # The write is refused if another builder wrote in the meantime. Then its ledger is compared.
             if store.write_json(LEDGER, self._to_json(), if_generation=generation):
                 return
 
     def _to_json(self) -> dict[str, object]:
         content = asdict(self)
-        # Omitted if the parts hold their own tokens, the usual case.
+        # Omitted in the usual case, in which the parts hold their own tokens.
         return content if self.places else {key: value for key, value in content.items() if key != "places"}
 
     @property
     def begun(self) -> bool:
-        """True once any part was added."""
+        """True once any part has been added."""
         return self.finished or self.next != [0, 0]
 
     @property
@@ -164,22 +164,22 @@ class Ledger:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all parts."""
+        """Number of tokens of all parts."""
         return sum(self.tokens)
 
     @property
     def num_documents(self) -> int:
-        """Documents that end in any part."""
+        """Number of documents that end in any part."""
         return sum(self.documents)
 
 
 def _token_location_fields(record: CommitRecord) -> list[object]:
-    """Returns the fields of a commit record's `TokenLocation`."""
+    """Returns the fields of the `TokenLocation` in a commit record."""
     return [record["place"][name] for name in TokenLocation._fields]
 
 
 def _hash_part(record: CommitRecord) -> str:
-    """Hashes a commit record's token file, combined with its mask and feature files."""
+    """Returns the hash of a commit record's token file, combined with its mask and feature files."""
     blobs = record["blobs"]
     tokens = (record["place"] if "place" in record else blobs["bin"])["sha256"]
     other_hashes = [blobs[kind]["sha256"] for kind in ("msk", "fea") if kind in blobs]

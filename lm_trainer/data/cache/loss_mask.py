@@ -1,6 +1,6 @@
-"""Loss mask of a cache, stored with the tokens if the data format has one.
+"""The loss mask of a cache, which is stored with the tokens if the data format has one.
 
-A mask value has two bits per token: one marks loss targets, the other marks the ends of documents.
+The mask value of a token has two bits: one marks loss targets, the other marks the ends of documents.
 
 Shape letters: D documents, T tokens, F bytes of a mask file.
 """
@@ -13,19 +13,19 @@ from lm_trainer.data.cache.checksums import Sliceable
 from lm_trainer.data.cache.token_stream import TokenStream
 
 IN_LOSS, DOCUMENT_END = 1, 2
-"""The two bits of a mask value. With a mask, only DOCUMENT_END ends a document: EOS may also occur inside one."""
+"""The two bits of a mask value. With a mask, only DOCUMENT_END ends a document, as EOS may also occur inside one."""
 
 _PER_BYTE = 4
 
 
 def pack_loss_mask(in_loss_T: np.ndarray, lengths_D: np.ndarray) -> bytes:
-    """Encodes the mask file of a part: two bits per token, the first token in the lowest bits.
+    """Encodes the mask file of a part, with two bits per token and the first token in the lowest bits.
 
     Args:
-        in_loss_T: bool [T], the tokens counted by the loss.
-        lengths_D: int [D], tokens of each document; none is empty.
+        in_loss_T: bool [T], True for tokens that count in the loss.
+        lengths_D: int [D], number of tokens of each document; no document is empty.
     """
-    # Padded to full bytes; the unused bits of the last byte are 0, so equal masks are equal files.
+    # Padded to full bytes. The unused bits of the last byte are 0, so that equal masks give equal files.
     values = np.zeros(-(-len(in_loss_T) // _PER_BYTE) * _PER_BYTE, np.uint8)
     values[: len(in_loss_T)] = in_loss_T * np.uint8(IN_LOSS)
     values[np.cumsum(lengths_D) - 1] |= DOCUMENT_END
@@ -34,7 +34,7 @@ def pack_loss_mask(in_loss_T: np.ndarray, lengths_D: np.ndarray) -> bytes:
 
 
 def mask_byte_range(start: int, count: int) -> tuple[int, int]:
-    """Returns the bytes [first, last) of a mask file with the values of `count` tokens starting at `start`."""
+    """Returns the range [first, last) of a mask file's bytes with the values of `count` tokens from `start` on."""
     return start // _PER_BYTE, -(-(start + count) // _PER_BYTE)
 
 
@@ -47,10 +47,10 @@ def unpack_loss_mask(content_F: np.ndarray, start: int, count: int) -> np.ndarra
         count: T.
 
     Returns:
-        uint8 [T], sums of IN_LOSS and DOCUMENT_END.
+        uint8 [T], each the sum of any of IN_LOSS and DOCUMENT_END.
     """
     shifts = np.arange(0, 8, 2, dtype=np.uint8)
-    # The first token may start inside a byte; the byte's lower bits belong to earlier tokens.
+    # The first token may start inside a byte, whose lower bits then belong to earlier tokens.
     first_offset = start % _PER_BYTE
     used = np.asarray(content_F[: -(-(first_offset + count) // _PER_BYTE)], np.uint8)
     return ((used[:, None] >> shifts) & np.uint8(IN_LOSS | DOCUMENT_END)).reshape(-1)[
@@ -74,7 +74,7 @@ class LossMaskStream(TokenStream):
 
 
 class _PackedMask:
-    """A mask file that can be sliced as one value per token."""
+    """A mask file that can be sliced like an array with one value per token."""
 
     def __init__(self, content_F: np.ndarray):
         self._content_F = content_F

@@ -1,4 +1,4 @@
-"""Tokens of a part that stay in a user's file, only indexed by the cache."""
+"""Tokens of a part that stay in a user's file and are only indexed by the cache."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     import tensorstore as ts
 
 _CACHE_BYTES = 256 << 20
-"""Memory for decoded chunks of compressed arrays: neighbouring rows are in the same chunks."""
+"""Memory in bytes for decoded chunks of compressed arrays. Neighbouring rows are in the same chunk."""
 
 
 class TokenLocation(NamedTuple):
-    """Location of tokens in a file or array, as in the commit record of a part."""
+    """Location of tokens in a file or array, as stored in the commit record of a part."""
 
     path: str
     kind: str
-    """`raw`: a memory-mapped file of ids; `zarr3` or `zarr`: an array read with TensorStore."""
+    """`raw` for a memory-mapped file of ids; `zarr3` or `zarr` for an array that is read with TensorStore."""
     dtype: str
     """NumPy dtype name of the ids."""
     header: int
-    """Bytes before the first id of the file."""
+    """Number of bytes before the first id of the file."""
     first: int
-    """Index in the file of the part's first id."""
+    """Index of the part's first id within the file."""
 
     def open(self, count: int) -> Sliceable:
         """Returns `count` ids as a sliceable array.
@@ -44,24 +44,24 @@ class TokenLocation(NamedTuple):
             dtype = np.dtype(self.dtype)
             offset = self.header + self.first * dtype.itemsize
             if Path(self.path).stat().st_size >= offset + count * dtype.itemsize:
-                # A plain array: slices of a memmap object are ten times as slow.
+                # A plain array, because slices of a memmap object are ten times as slow.
                 return np.asarray(np.memmap(self.path, dtype, "r", offset, (count,)))
         except (OSError, ValueError) as error:
             raise MachineError(f"cannot read the tokens in {self.path}: {plain_error_text(error)}") from None
         raise MachineError(f"{self.path} was cut short since it was indexed; put it back, or build the cache again")
 
     def byte_range(self, start: int, count: int) -> tuple[int, int]:
-        """Returns the bytes [first, last) of `count` ids, counted from the first id of the part."""
+        """Returns the range [first, last) of the bytes of `count` ids, counted from the first id of the part."""
         size = np.dtype(self.dtype).itemsize
         return start * size, (start + count) * size
 
     def view_bytes(self, ids: Sliceable) -> Sliceable:
-        """Returns the result of `open` as an array that is sliced by bytes, at multiples of the id size."""
+        """Returns the result of `open` as an array that is sliced by bytes. Bounds must be multiples of the id size."""
         return ids.view(np.uint8) if isinstance(ids, np.ndarray) else _ByteView(ids, np.dtype(self.dtype).itemsize)
 
 
 class _TokenSlices:
-    """A TensorStore array, sliced into NumPy arrays and indexed relative to `first`."""
+    """A TensorStore array that is indexed relative to `first` and returns its slices as NumPy arrays."""
 
     def __init__(self, array: ts.TensorStore, first: int):
         self._array, self._first = array, first
@@ -102,7 +102,7 @@ def open_array(path: str, kind: str) -> ts.TensorStore:
     """Opens a TensorStore array on this machine.
 
     Raises:
-        MachineError: if it cannot be read.
+        MachineError: if the array cannot be read.
     """
     try:
         return _open_array(path, kind)

@@ -1,6 +1,6 @@
-"""Token stream of a cache: all of its tokens as one long array with random access.
+"""The token stream of a cache: all of its tokens as one long array with random access.
 
-Shape letters: N reads, T tokens of one read.
+Shape letters: N reads, T tokens of one read, F bytes of a file.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.cache.token_location import TokenLocation
 
 MAX_OPEN_PARTS = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 64), 4096)
-"""Each memory-mapped part holds a file descriptor, and a process has a limited number of them."""
+"""Maximum number of memory-mapped parts. Each holds a file descriptor, and a process has a limited number of them."""
 
 _FETCH_BYTES = 64 << 20
-"""Bytes of blocks fetched together from object storage for verification."""
+"""Number of bytes in blocks that are fetched together from object storage for verification."""
 _MAX_REQUESTS = 32
-"""Maximum concurrent requests for commit records in object storage."""
+"""Maximum number of concurrent requests for commit records in object storage."""
 
 
 Item = TypeVar("Item")
 
 
 class TokenStream:
-    """All documents in order, each ended by EOS. Safe to read from several threads.
+    """All documents in order, each of which ends with EOS. Safe to read from several threads.
 
-    All data are verified against their checksums, which are part of the data's fingerprint.
+    All data are verified against their checksums, which are part of the data fingerprint.
     """
 
     _kind: ClassVar[str] = "bin"
-    """The file of each part to read."""
+    """Kind of the file to read from each part."""
 
     def __init__(self, store: KvStore, ledger: Ledger, dtype: np.dtype):
         self._store, self._dtype = store, dtype
@@ -50,38 +50,38 @@ class TokenStream:
         self._sums: dict[int, BlockSums] = {}
         self._lock = threading.Lock()
         self.loss_mask: TokenStream | None = None
-        """The mask values at the same positions, if the data format has a loss mask: see `loss_mask.py`."""
+        """The mask values at the same positions, if the data format has a loss mask. See `loss_mask.py`."""
         self.num_model_ids: int | None = None
-        """Number of ids with a model embedding, if the tokenizer has more: reads of any other id are refused."""
+        """Number of ids with a row in the model's embedding, if the tokenizer has more. Reads of any other id fail."""
         self.extend(ledger)
 
     def extend(self, ledger: Ledger) -> None:
-        """Adds newly written parts during concurrent reads; existing parts keep their positions."""
-        # The mask first: a reader of a new token also reads its mask value.
+        """Adds newly written parts. Reads may run concurrently, as existing parts keep their positions."""
+        # The mask is extended first, because a reader of a new token also reads its mask value.
         if self.loss_mask is not None:
             self.loss_mask.extend(ledger)
         counts = self._num_items_per_part(ledger)
         ends = np.cumsum(counts)
         self._ledger, self._names, self._starts = ledger, ledger.parts, ends - counts
-        # Masks are always in the cache.
+        # Masks are always stored in the cache itself.
         self._places = ledger.places if self._kind == "bin" else []
-        # Updated last: readers use the ends to find the length of the stream, without a lock.
+        # Updated last, because readers use the ends to find the length of the stream without a lock.
         self._ends = ends
 
     def _num_items_per_part(self, ledger: Ledger) -> np.ndarray:
-        """The items of each part, int64."""
+        """Returns the number of items of each part: int64."""
         return np.asarray(ledger.tokens, np.int64)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def read(self, starts_N: np.ndarray, length: int, fill: int = 0, out: np.ndarray | None = None) -> np.ndarray:
-        """Reads `length` tokens from each start.
+        """Reads `length` tokens from each start position.
 
         Args:
             starts_N: int [N], each in [0, len(self)).
             length: T.
-            fill: value past the end of the stream.
+            fill: value for positions past the end of the stream.
             out: int32 [N, T], contiguous; None allocates a new array.
 
         Returns:
@@ -103,13 +103,13 @@ class TokenStream:
 
         Args:
             starts_N: int64 [N], the first token of each run, in [0, len(self)).
-            counts_N: int64 [N], tokens of each run; none reaches beyond the end.
-            out: one-dimensional.
+            counts_N: int64 [N], number of tokens of each run; no run reaches beyond the end of the stream.
+            out: one-dimensional array to write to.
             out_starts_N: int [N], the index in `out` of each run's first token.
 
         Raises:
             MachineError: if a part is missing, truncated or damaged.
-            UserError: for an id without a model embedding.
+            UserError: if the model's embedding has no row for an id.
         """
         pieces = self._split_runs(starts_N, counts_N, out_starts_N)
         if self._store.local is None and not self._places:
@@ -121,8 +121,8 @@ class TokenStream:
 
     def _copy_local(self, pieces: list[tuple[int, int, int, int]], out: np.ndarray) -> None:
         parts = {part for _, part, _, _ in pieces}
-        # One lookup per part instead of one per piece. Beyond the limit of open files the maps cannot all be held, so
-        # each piece looks up its own.
+        # One lookup per part instead of one per piece. Beyond the limit of open files, the maps cannot all be kept
+        # open, so each piece looks up its own map.
         few = len(parts) <= MAX_OPEN_PARTS
         map_of = {part: self._open_map(part).fastest_view() for part in parts}.__getitem__ if few else self._open_map
         for position, part, offset, count in pieces:
@@ -152,8 +152,8 @@ class TokenStream:
     def _split_runs(
         self, starts_N: np.ndarray, counts_N: np.ndarray, out_starts_N: np.ndarray
     ) -> list[tuple[int, int, int, int]]:
-        """Returns (position, part, offset in the part, count) for each run; a run that crosses parts has several."""
-        # Nearly all runs are within one part, so this case is vectorised; the loop handles the others.
+        """Returns (position, part, offset in the part, count) of each piece. A run that crosses parts has several."""
+        # Nearly all runs are within one part, so this case is vectorised. The loop handles the others.
         parts_N = np.searchsorted(self._ends, starts_N, side="right")
         offsets_N = starts_N - self._starts[parts_N]
         remaining_N = counts_N - np.minimum(counts_N, self._ends[parts_N] - starts_N)
@@ -172,21 +172,21 @@ class TokenStream:
         return pieces
 
     def _byte_range(self, start: int, count: int) -> tuple[int, int]:
-        """Returns the bytes [first, last) of a part's file with `count` tokens starting at `start`."""
+        """Returns the range [first, last) of a part file's bytes with the `count` tokens that start at `start`."""
         size = self._dtype.itemsize
         return start * size, (start + count) * size
 
     def _decode(self, content: bytes, start: int, count: int) -> np.ndarray:
-        """Decodes the bytes of `_byte_range`."""
+        """Decodes the bytes in the range returned by `_byte_range`."""
         del start, count
         return np.frombuffer(content, self._dtype)
 
     def _view_items(self, content_F: np.ndarray) -> Sliceable:
-        """Views the bytes of a file as an array with one item per token."""
+        """Returns a view of a file's bytes as an array with one item per token."""
         return content_F.view(self._dtype)
 
     def _block_sums(self, part: int) -> BlockSums:
-        """Returns the checksums of a part, which stay in memory so each block is verified once."""
+        """Returns the checksums of a part, which are kept in memory so that each block is verified only once."""
         if part not in self._sums:
             record, name = read_required_record(self._store, self._ledger, part), self._names[part]
             recorded = record["place"] if self._places else record["blobs"][self._kind]
@@ -203,7 +203,7 @@ class TokenStream:
         return self._byte_range(0, count)[1]
 
     def _damage_error(self, part: int, first: int) -> MachineError:
-        """Returns the error for a damaged block of a part that begins at byte `first`."""
+        """Returns the error for a damaged block that begins at byte `first` of a part."""
         if self._places:
             path = TokenLocation(*self._places[part]).path
             return MachineError(
@@ -214,7 +214,10 @@ class TokenStream:
         return damage_error(self._store, part_key(self._names[part], self._kind), problem)
 
     def _open_map(self, part: int) -> CheckedItems:
-        """Returns the memory map of a part, opened on demand; beyond the limit, closes the least recently used one."""
+        """Returns the memory map of a part, opening it on demand.
+
+        Beyond the limit, closes the least recently used map.
+        """
         with self._lock:
             if part in self._maps:
                 self._maps.move_to_end(part)
@@ -234,14 +237,14 @@ class TokenStream:
         return CheckedItems(self._view_items(content_F), content_F, self._byte_range, sums, failed)
 
     def _map_file(self, part: int) -> np.ndarray:
-        """Maps the bytes of a part's file, uint8 [F]."""
+        """Maps the bytes of a part's file into memory: uint8 [F]."""
         assert self._store.local is not None
         path = self._store.local / part_key(self._names[part], self._kind)
         written = self._file_bytes(part)
         try:
             size = path.stat().st_size
             if size == written:
-                # A plain array: slices of a memmap object are ten times as slow. An empty file cannot be mapped.
+                # A plain array, as slices of a memmap object are ten times as slow. An empty file cannot be mapped.
                 return np.asarray(np.memmap(path, np.uint8, "r")) if written else np.zeros(0, np.uint8)
         except OSError as error:
             raise MachineError(
@@ -255,7 +258,7 @@ class TokenStream:
         if unknown := {part for _, part, _, _ in pieces} - self._sums.keys():
             with ThreadPoolExecutor(_MAX_REQUESTS) as pool:
                 list(pool.map(self._block_sums, sorted(unknown)))
-        # Every fetch is verified: intact data may arrive damaged the next time.
+        # Every fetch is verified, because data that arrived intact may arrive damaged the next time.
         for group in _group_by_bytes(
             pieces, lambda piece: self._num_block_bytes(piece[1], *self._byte_range(*piece[2:]))
         ):
@@ -272,9 +275,9 @@ class TokenStream:
         )
 
     def _fetch_verified(self, ranges: list[tuple[int, int, int]]) -> list[bytes]:
-        """Fetches the bytes of each (part, first byte, last byte) from verified blocks."""
-        # A part of an earlier version has a single checksum, so verifying each fetch would need the full file: it is
-        # verified once.
+        """Fetches and verifies blocks, and returns the bytes of each (part, first byte, last byte)."""
+        # A part by an earlier version has a single checksum, so verifying each fetch would need the full file. It is
+        # verified only once.
         blocks: dict[tuple[int, int], tuple[int, int]] = {}
         for part, first, last in ranges:
             sums = self._sums[part]
@@ -293,7 +296,7 @@ class TokenStream:
         return b"".join(contents[part, block] for block in blocks)[first - begin : last - begin]
 
     def _fetch_blocks(self, blocks: Mapping[tuple[int, int], tuple[int, int]]) -> dict[tuple[int, int], bytes]:
-        """Fetches blocks by part and number, given their bytes; a damaged block is fetched a second time."""
+        """Fetches blocks, given as (part, number) and their byte ranges. A damaged block is fetched a second time."""
         contents: dict[tuple[int, int], bytes] = {}
         for _ in range(2):
             missing = [block for block in blocks if block not in contents]
@@ -319,7 +322,7 @@ class TokenStream:
 
 
 def _group_by_bytes(items: Iterable[Item], size_of: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Groups items so each list has at most about `_FETCH_BYTES` bytes."""
+    """Groups items so that each list has at most about `_FETCH_BYTES` bytes."""
     group: list[Item] = []
     size = 0
     for item in items:

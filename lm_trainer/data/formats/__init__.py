@@ -1,4 +1,4 @@
-"""Row formats, which turn rows into tokens. To add a format: one file, one line in the union."""
+"""Row formats, which turn rows into tokens. To add a format, write one file and add one line to the union."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Audio format: recordings and their transcripts, for speech models.
+"""The audio format, for recordings and their transcripts, which train speech models.
 
 Shape letters: T tokens of a document, F frames, M mel channels.
 """
@@ -28,19 +28,19 @@ START_TOKEN, NO_TIMESTAMPS_TOKEN = "<|startoftranscript|>", "<|notimestamps|>"
 
 
 class _PreparedAudio(NamedTuple):
-    """A row ready to be encoded."""
+    """A row that is ready to be encoded."""
 
     samples_T: np.ndarray | None
-    """None if features are not cached."""
+    """float32: samples of the recording; None if features are not cached."""
     text: str
     language: str | None
 
 
 class AudioFormat(FormatConfig):
-    """Every row is a recording and its text, for speech models (`model: {type: whisper}`). A row is one document.
+    """Every row is a recording with its text, for speech models (`model: {type: whisper}`). A row is one document.
 
-    The recording is a wav, flac, mp3 or ogg file: its bytes, its path, an `Audio` column of Hugging Face, or an object
-    with `array` and `sampling_rate`. The features equal the output of `WhisperFeatureExtractor`.
+    The recording is given as the bytes or the path of a wav, flac, mp3 or ogg file, as an `Audio` column of Hugging
+    Face, or as an object with `array` and `sampling_rate`. The features equal the output of `WhisperFeatureExtractor`.
     """
 
     type: Literal["audio"] = "audio"
@@ -49,36 +49,37 @@ class AudioFormat(FormatConfig):
     text_key: str = "text"
     """The field with the text. It may be empty for a recording without words."""
     language_key: str | None = None
-    """The field with the language of the row, such as `en`; null: all rows have the language `language`."""
+    """The field with the language of the row, such as `en`; null means that all rows have the language `language`."""
     sampling_rate: Literal[16_000] = 16_000
-    """Samples per second for the features; other recordings are resampled to this rate."""
+    """Number of samples per second for the features; other recordings are resampled to this rate."""
     num_mels: int = Field(default=80, gt=0)
-    """Channels of the log-mel spectrogram; `model.num_mels`."""
+    """Number of channels of the log-mel spectrogram; equals `model.num_mels`."""
     seconds: int = Field(default=30, gt=0)
-    """The longest recording; shorter ones are padded with silence. `model.num_frames` is this times 100."""
+    """Maximum length of a recording in seconds; shorter ones are padded with silence. `model.num_frames` is 100 times
+    this number."""
     language: str | None = None
-    """The language of all rows, such as `en`, for tokenizers with language tokens; null: no language token."""
+    """The language of all rows, such as `en`, for tokenizers with language tokens; null means no language token."""
     task: Literal["transcribe", "translate"] | None = None
-    """The task, for tokenizers with task tokens; null: no task token."""
+    """The task, for tokenizers with task tokens; null means no task token."""
     timestamps: bool = False
-    """True if texts contain timestamps such as `<|1.20|>`, which are encoded as tokens. Otherwise the prompt ends with
-    the no-timestamps token, if the tokenizer has one."""
+    """True if texts contain timestamps such as `<|1.20|>`, which are encoded as tokens. If False, the prompt ends
+    with the no-timestamps token, if the tokenizer has one."""
     prompt: list[str] | None = Field(default=None, min_length=1)
-    """Special tokens at the start of every text, instead of the ones made from `language`, `task` and `timestamps`."""
+    """Special tokens at the start of every text, instead of the tokens for `language`, `task` and `timestamps`."""
     mask_prompt: bool = True
     """True to exclude the prompt tokens from the loss."""
     resample: bool = True
-    """False rejects recordings with another rate than `sampling_rate`."""
+    """False rejects recordings whose rate is not `sampling_rate`."""
     mix_channels: bool = True
-    """False rejects recordings with several channels; otherwise the channels are averaged."""
+    """False rejects recordings with several channels; true averages the channels."""
     allow_silence: bool = False
-    """False rejects recordings with a text that are silent from beginning to end."""
+    """False rejects recordings that have a text but are silent from beginning to end."""
     features: Literal["cached", "on_the_fly"] = "cached"
-    """`cached` computes features once and stores them with the tokens: 4 bytes x frames x channels, 0.96 MB for a row
-    of 30 s and 80 channels. `on_the_fly` stores no features, and decodes and transforms the recordings for every batch:
-    about 50 ms for a row of 30 s, on one core of the training machine."""
+    """`cached` computes features once and stores them with the tokens, in 4 bytes x frames x channels, or 0.96 MB for a
+    row of 30 s and 80 channels. `on_the_fly` stores no features, and decodes and transforms the recordings for every
+    batch, which takes about 50 ms for a row of 30 s on one core of the training machine."""
     spec_augment: SpecAugment | None = None
-    """Masks for the training features; null: no masks."""
+    """Masks for the training features; null means no masks."""
 
     has_loss_mask: ClassVar[bool] = True
     adds_bos: ClassVar[bool] = False
@@ -118,10 +119,10 @@ class AudioFormat(FormatConfig):
         return {**self.settings_for_cache(), "prompt_ids": self.prompt_ids(tokenizer, self.language)}
 
     def prompt_ids(self, tokenizer: Tokenizer, language: str | None) -> list[int]:
-        """Returns the prompt tokens before the text of a row.
+        """Returns the ids of the prompt tokens that precede the text of a row.
 
         Raises:
-            UserError: if the tokenizer lacks one of the tokens.
+            UserError: if the tokenizer does not have one of the tokens.
         """
         assert isinstance(tokenizer, HfTokenizer)
         special_ids = tokenizer.special_tokens()
@@ -160,7 +161,7 @@ class AudioFormat(FormatConfig):
         return PreparedRow(prepared, size, text is not record[self.text_key], extra_bytes)
 
     def compute_features(self, row: Row) -> np.ndarray:
-        """Computes the features float32 [F, M] of a row accepted by `prepare`.
+        """Computes the features float32 [F, M] of a row that `prepare` has accepted.
 
         Raises:
             UnusableRow: if the recording can no longer be read.
@@ -191,7 +192,7 @@ class AudioFormat(FormatConfig):
             raise UnusableRow(f"the recording {value} cannot be read: {error}") from None
 
     def _trim_samples(self, samples_T: np.ndarray) -> np.ndarray:
-        # Resampling rounds up: a recording of exactly the maximum length may have one extra sample.
+        # Resampling rounds up, so a recording of exactly the maximum length may have one extra sample.
         return samples_T[: self.log_mel.num_samples]
 
     def encode(self, values: Sequence[_PreparedAudio], tokenizer: Tokenizer) -> list[EncodedDocument | UnusableRow]:
@@ -208,7 +209,7 @@ class AudioFormat(FormatConfig):
         except UserError as error:
             # Only this row is unusable, since every row may have another language.
             return UnusableRow(str(error))
-        # The end-of-document token is learnt even after an empty text.
+        # The model learns to write the end-of-document token even after an empty text.
         ids_T = np.concatenate([prompt, np.asarray(ids, np.int64), [tokenizer.eos_id]]).astype(np.int64)
         mask_T = np.ones(len(ids_T), bool)
         if self.mask_prompt:
@@ -221,7 +222,7 @@ def _recording_path(path: str, row_location: str) -> str:
     """Resolves the path of a recording relative to the file that contains the row.
 
     Raises:
-        UnusableRow: if a remote row refers to a file of this machine.
+        UnusableRow: if a remote row refers to a file on this machine.
     """
     origin, scheme = (text.partition("://")[0] if "://" in text else "" for text in (row_location, path))
     if origin not in ("", "file") and (

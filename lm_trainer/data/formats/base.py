@@ -1,4 +1,4 @@
-"""Base of formats: a format turns a row of a source into tokens and their loss mask.
+"""Base classes of formats. A format turns a row of a source into tokens and their loss mask.
 
 Shape letters: T tokens of a document, F frames, M mel channels.
 """
@@ -16,52 +16,52 @@ from lm_trainer.data.sources import Row
 from lm_trainer.data.tokenizer import Tokenizer
 
 TokenIds = Sequence[int] | np.ndarray
-"""Token ids: a list, or integers [T]."""
+"""Token ids as a list, or as an array of integers [T]."""
 
 
 class PreparedRow(NamedTuple):
-    """A row ready to be encoded."""
+    """A row that is ready to be encoded."""
 
     value: Any
-    """Input of `encode`."""
+    """The input for `encode`."""
     size: int
-    """UTF-8 bytes of the text; 0 = the row is empty."""
+    """Number of UTF-8 bytes of the text; 0 = the row is empty."""
     replaced: bool = False
-    """True if characters invalid in UTF-8 were replaced."""
+    """True if characters that are invalid in UTF-8 were replaced."""
     extra_bytes: int = 0
-    """Bytes of other data stored with the tokens."""
+    """Number of bytes of other data that is stored with the tokens."""
 
 
 class EncodedDocument(NamedTuple):
     """Token ids without BOS and EOS."""
 
     ids: TokenIds
-    """Integers [T]."""
+    """Integers [T]: the token ids."""
     loss_mask: np.ndarray | None = None
-    """bool [T]: the tokens counted as targets in the loss; None = all tokens."""
+    """bool [T]: True for tokens that count as targets in the loss; None = all tokens."""
     features: np.ndarray | None = None
     """float32 [F, M], if the format caches audio features."""
 
 
 class UnusableRow(Exception):
-    """Row that does not fit the format; the message gives the reason."""
+    """A row that does not fit the format. The message gives the reason."""
 
 
 class FormatConfig(Config):
     """Base of every member of the union of formats."""
 
     has_loss_mask: ClassVar[bool] = False
-    """True if documents have a loss mask; such documents may contain EOS tokens."""
+    """True if documents have a loss mask, in which case they may contain EOS tokens."""
     adds_bos: ClassVar[bool] = True
-    """True to start documents with the BOS token, if the tokenizer has one."""
+    """True if documents start with the BOS token, provided that the tokenizer has one."""
     has_prompts: ClassVar[bool] = False
     """True if a row is a prompt with its answer, which must stay in one training row."""
     later_keys: ClassVar[frozenset[str]] = frozenset()
-    """Keys added in later versions. Unset ones are left out of the identity, so that older caches are still found."""
+    """Keys added in later versions. Unset keys are left out of the identity, so that older caches are still found."""
 
     @property
     def features_shape(self) -> tuple[int, int] | None:
-        """Frames and channels of the audio features of a document; None: rows are only text."""
+        """Number of frames and channels of the audio features of a document; None if rows have only text."""
         return None
 
     @property
@@ -75,24 +75,27 @@ class FormatConfig(Config):
 
     @abstractmethod
     def fields(self) -> tuple[str, ...]:
-        """Names the fields to read from a record; () = only its text."""
+        """Returns the names of the fields to read from a record; () = only its text."""
 
     @abstractmethod
     def identity(self, tokenizer: Tokenizer) -> dict[str, object] | None:
         """Returns JSON that changes whenever the tokens may change; None for plain text.
 
         Raises:
-            UserError: if the tokenizer does not fit.
+            UserError: if the format cannot be used with the tokenizer.
         """
 
     @abstractmethod
     def prepare(self, row: Row) -> PreparedRow:
-        """Checks a row and makes the input of `encode`.
+        """Checks a row, and returns it as input for `encode`.
 
         Raises:
-            UnusableRow: if the row does not fit.
+            UnusableRow: if the row does not fit the format.
         """
 
     @abstractmethod
     def encode(self, values: Sequence[Any], tokenizer: Tokenizer) -> list[EncodedDocument | UnusableRow]:
-        """Encodes prepared values. Returns one result per value; UnusableRow if only encoding reveals a bad row."""
+        """Encodes prepared values.
+
+        Returns one result per value, which is an UnusableRow if encoding reveals a bad row.
+        """

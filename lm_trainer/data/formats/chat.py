@@ -1,4 +1,4 @@
-"""Chat format: conversations rendered with a chat template. Only the assistant's words count in the loss.
+"""The chat format, which renders conversations with a chat template. Only the assistant's words count in the loss.
 
 Shape letters: T tokens of a conversation.
 """
@@ -26,7 +26,7 @@ _CONTENT_KEYS = ("content", "tool_calls", "reasoning_content", "reasoning", "thi
 """Fields of a message that may hold the assistant's words."""
 
 _MAX_DEPTH = 100
-"""Maximum nesting of a conversation. All Python versions can traverse it, so the same rows are bad in every version."""
+"""Maximum depth of nesting in a conversation. Every Python version can traverse it, so bad rows are the same in all."""
 
 Message = dict[str, object]
 
@@ -43,18 +43,18 @@ class ChatFormat(FormatConfig):
     messages_field: str = "messages"
     """The field with the list of messages."""
     role_field: str = "role"
-    """The field of a message with the role of its author: `from` in ShareGPT records."""
+    """The field of a message with the role of its author, such as `from` in ShareGPT records."""
     content_field: str = "content"
-    """The field of a message with its text: `value` in ShareGPT records."""
+    """The field of a message with its text, such as `value` in ShareGPT records."""
     roles: dict[str, str] = {}
     """Maps role names in the records to template roles. If `role_field` is not `role`, `human` and `gpt` are mapped to
     `user` and `assistant`."""
     tools_field: str | None = None
-    """The field with the list of tools of a conversation, or null; without it, the template gets no tools."""
+    """The field with the list of a conversation's tools; null passes no tools to the template."""
     chat_template: LocalPath | None = None
-    """A Jinja template, or the path of a template file; defaults to the template of the tokenizer."""
+    """A Jinja template, or the path of a template file. The default is the template of the tokenizer."""
     mask_user_turns: bool = True
-    """True to exclude all tokens from the loss except the assistant's, as marked by the template."""
+    """True to exclude all tokens from the loss except those the template marks as the assistant's."""
 
     has_loss_mask: ClassVar[bool] = True
     has_prompts: ClassVar[bool] = True
@@ -90,7 +90,7 @@ class ChatFormat(FormatConfig):
         return PreparedRow(conversation, counts[0], replaced=bool(counts[1]))
 
     def _rename_fields(self, message: object) -> object:
-        """Returns the message with the field names and role names expected by templates."""
+        """Returns the message with the field names and role names that templates expect."""
         if not {"role_field", "content_field", "roles"} & self.changed_fields or not isinstance(message, dict):
             return message
         names = {self.role_field: "role", self.content_field: "content"}
@@ -132,7 +132,7 @@ class ChatFormat(FormatConfig):
         source = self.chat_template
         if source is None:
             source = tokenizer.chat_template
-        # A text with a Jinja tag is a template, any other text is a path.
+        # A text with a Jinja tag is a template, and any other text is a path.
         elif not re.search(r"\{[%{]", source):
             source = _read_template_file(source)
         if source is None:
@@ -157,7 +157,7 @@ def compile_template(tokenizer: HfTokenizer) -> ChatTemplate:
     return _cached_chat_template(source, tuple(tokenizer.named_tokens().items()), tuple(tokenizer.special_tokens()))
 
 
-# Cached, since every batch needs the template and compiling takes longer than rendering a conversation.
+# Cached, since every batch needs the template, and compiling it takes longer than rendering a conversation.
 @lru_cache(maxsize=8)
 def _cached_chat_template(
     source: str, variables: tuple[tuple[str, str], ...], special: tuple[str, ...]
@@ -173,9 +173,9 @@ def _read_template_file(path: str) -> str:
 
 
 def _check_message(message: object, location: str) -> Message:
-    """Checks a message and joins its content to one text if it is a list of texts.
+    """Checks a message, and joins its content to one text if the content is a list of texts.
 
-    A template would render the list as such.
+    Without this, a template would render the list itself.
 
     Raises:
         UnusableRow: if the message has no role, or its content is not text.
@@ -212,13 +212,13 @@ def _content_item_text(item: object, location: str) -> str:
 
 
 def _has_answer(messages: list[Message]) -> bool:
-    """True if an assistant message has content, or if no message has this role and only the template can know."""
+    """Returns True if an assistant message has content, or no message has this role, so only the template can tell."""
     answers = [message for message in messages if message["role"] == "assistant"]
     return not answers or any(message.get(key) for message in answers for key in _CONTENT_KEYS)
 
 
 def _replace_surrogates_deep(value: object, counts: list[int], levels: int = _MAX_DEPTH) -> object:
-    """Copies a value without lone surrogates; adds the bytes of text and the number of replacements to `counts`.
+    """Copies a value without lone surrogates. Adds the number of text bytes and of replacements to `counts`.
 
     Raises:
         UnusableRow: if the value is nested deeper than `levels`.
@@ -238,11 +238,11 @@ def _replace_surrogates_deep(value: object, counts: list[int], levels: int = _MA
 
 
 def tokenize_rendered(rendered: Rendered, tokenizer: HfTokenizer) -> tuple[list[int], np.ndarray]:
-    """Returns the ids, and the characters [start, end) of every token in the text: int [T, 2].
+    """Returns the ids, and the range of characters [start, end) of every token in the text: int [T, 2].
 
-    Special tokens are recognised only in text written by the template, never in the text of a message.
+    Special tokens are recognised only in text that the template writes, and never in the text of a message.
     """
-    # If no message contains the name of a special token, all special tokens in the text are from the template.
+    # If no message contains the name of a special token, all special tokens in the text come from the template.
     if not rendered.quoted:
         return tokenizer.encode_template(rendered.text)
     ids: list[int] = []
@@ -259,7 +259,7 @@ def tokenize_rendered(rendered: Rendered, tokenizer: HfTokenizer) -> tuple[list[
 
 
 def _mark_answer_tokens(spans_T2: np.ndarray, answers: list[tuple[int, int]]) -> np.ndarray:
-    """Returns bool [T]: True for tokens with at least one character in an answer, like transformers."""
+    """Returns bool [T], True for tokens with at least one character in an answer. This agrees with transformers."""
     found_T = np.zeros(len(spans_T2), bool)
     for start, end in answers:
         found_T |= (spans_T2[:, 0] < end) & (spans_T2[:, 1] > start)

@@ -1,4 +1,4 @@
-"""Default packing of documents into rows."""
+"""The default method of packing documents into rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Packing = Literal["concat", "best_fit"]
 
 
 def choose_default_packing(formats: Mapping[str, FormatConfig]) -> Packing | dict[str, Packing]:
-    """Returns the default packing for some sets; a mapping by set name if the sets differ.
+    """Returns the default packing of the given sets, as a mapping by set name if the sets differ.
 
     A prompt and its answer stay in one row, since the model could not learn from an answer without its prompt. For text
     without prompts, splitting documents costs less than padding rows.

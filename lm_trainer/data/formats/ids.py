@@ -1,4 +1,4 @@
-"""Ids format: ready-made token ids."""
+"""The ids format, for ready-made token ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lm_trainer.data.tokenizer import Tokenizer
 
 
 class IdsFormat(FormatConfig):
-    """Every row is a list of token ids of `data.tokenizer`, used unchanged.
+    """Every row is a list of token ids of `data.tokenizer`, which are used unchanged.
 
     The end-of-document token also ends documents inside a row, and is appended to rows that do not end with it.
     """
@@ -58,5 +58,8 @@ class IdsFormat(FormatConfig):
 
 
 def _holds_booleans(value: list[object], ids: np.ndarray) -> bool:
-    """True if the list contains true or false. NumPy converts these to 1 and 0, so only such items are checked."""
+    """Returns True if the list contains true or false.
+
+    NumPy converts them to 1 and 0, so only such items are checked.
+    """
     return any(isinstance(value[index], bool) for index in np.flatnonzero(ids <= 1))

@@ -1,4 +1,4 @@
-"""Supervised format: prompts with answers."""
+"""The supervised format, for prompts with answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lm_trainer.data.tokenizer import Tokenizer
 
 
 class SupervisedFormat(FormatConfig):
-    """Every row is a prompt with its answer; only the answer and the end-of-document token count in the loss.
+    """Every row is a prompt with its answer. Only the answer and the end-of-document token count in the loss.
 
     Prompt and answer are tokenised separately, as they are when the model is used.
     """
@@ -26,11 +26,11 @@ class SupervisedFormat(FormatConfig):
     output_field: str = "response"
     """The field with the answer."""
     context_field: str | None = None
-    """An optional field with text to append to the prompt, unless it is empty: the `input` of Alpaca records."""
+    """An optional field with text to append to the prompt unless it is empty, such as the `input` of Alpaca records."""
     separate_context: str = "\n\n"
     """Text between the prompt and the context."""
     separate_with: str = ""
-    """Text between prompt and answer; it belongs to the prompt."""
+    """Text between the prompt and the answer. It belongs to the prompt."""
     mask_inputs: bool = True
     """True to exclude the prompt from the loss."""
 

@@ -1,4 +1,4 @@
-"""Chat templates: Jinja in a sandbox, with the functions expected by Hugging Face templates."""
+"""Runs chat templates: Jinja in a sandbox, with the functions that Hugging Face templates expect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _OPEN, _CLOSE, _QUOTE = "\ufdd0", "\ufdd1", "\ufdd2"
-"""Unicode noncharacters, which no text contains: markers in a text while it is rendered."""
+"""Unicode noncharacters, which no text contains. They mark positions in a text while it is rendered."""
 # After _QUOTE, a character of the private use area encodes the index of a special token.
 _FIRST = 0xE000
 
@@ -30,13 +30,13 @@ class Rendered:
 
     text: str
     answers: list[tuple[int, int]]
-    """Characters [start, end) marked as the assistant's by the template."""
+    """Characters [start, end) that the template marks as the assistant's."""
     quoted: list[tuple[int, int]]
-    """Characters [start, end) where the text of a message contains the name of a special token."""
+    """Characters [start, end) at which the text of a message contains the name of a special token."""
 
     def split_at_special_tokens(self, special: Mapping[str, int]) -> Iterator[tuple[int, str, int | None]]:
-        """Splits the text at special tokens written by the template: (start, piece, id of a special token or None)."""
-        # Longer names first, since a name may be a prefix of another.
+        """Splits the text at the template's special tokens. Yields (start, piece, id of a special token or None)."""
+        # Longer names come first, since a name may be a prefix of another.
         names = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))
         done = 0
         for match in re.finditer(names, self.text):
@@ -79,7 +79,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> Rendered:
-        """Renders messages and their tools, optionally with the start of the next answer.
+        """Renders messages and their tools, optionally followed by the start of the next answer.
 
         Raises:
             UnusableRow: if the template rejects the conversation.
@@ -100,7 +100,7 @@ class ChatTemplate:
         return self._remove_markers(text)
 
     def _mark_special_tokens(self, value: object) -> object:
-        """Replaces special tokens in messages by markers, to distinguish them from special tokens of the template."""
+        """Replaces special tokens in messages by markers, to distinguish them from the template's special tokens."""
         if isinstance(value, dict):
             return {key: self._mark_special_tokens(item) for key, item in value.items()}
         if isinstance(value, list):
@@ -138,7 +138,7 @@ class ChatTemplate:
 
 
 def import_jinja() -> ModuleType:
-    """Returns the package jinja2, imported only when a template is used."""
+    """Returns the package jinja2, which is imported only when a template is used."""
     import jinja2
     import jinja2.ext
     import jinja2.nodes
@@ -153,17 +153,17 @@ def template_environment(
     answer: tuple[str, str] = ("", ""),
     finalize: Callable[[object], object] | None = None,
 ) -> ImmutableSandboxedEnvironment:
-    """Makes a sandbox that runs chat templates like transformers.
+    """Makes a sandbox that runs chat templates in the same way as transformers.
 
     Args:
         now: returns the time for `strftime_now`.
         answer: text to insert before and after every `{% generation %}` block.
-        finalize: Jinja option; transforms every value before it is rendered.
+        finalize: an option of Jinja, which transforms every value before it is rendered.
     """
     jinja2 = import_jinja()
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %} ... {% endgeneration %}`: surrounds the enclosed text with `answer`."""
+        """The block `{% generation %} ... {% endgeneration %}`, which surrounds the enclosed text with `answer`."""
 
         tags = frozenset({"generation"})
 
@@ -182,7 +182,7 @@ def template_environment(
         # Jinja's built-in filter escapes characters for HTML, and the escapes would become tokens.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
-    # Trim blanks like transformers, for which templates are written.
+    # Trims blanks in the same way as transformers, for which templates are written.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, finalize=finalize, extensions=[Generation, jinja2.ext.loopcontrols]
     )

@@ -1,4 +1,4 @@
-"""Text format: plain text."""
+"""The text format, for plain text."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lm_trainer.data.tokenizer import Tokenizer
 
 
 class TextFormat(FormatConfig):
-    """Every row is a text; all of its tokens count in the loss."""
+    """Every row is a text. All of its tokens count in the loss."""
 
     type: Literal["text"] = "text"
     text_key: str | None = None
-    """The field of a record with the text; defaults to `data.text_key`."""
+    """The field of a record that holds the text. The default is `data.text_key`."""
 
     def fields(self) -> tuple[str, ...]:
         return ()
@@ -37,15 +37,15 @@ class TextFormat(FormatConfig):
 
 
 def _utf8_size(text: str) -> int:
-    """Counts the UTF-8 bytes of a text; Python caches the encoded bytes in the string object.
+    """Returns the number of UTF-8 bytes of a text. Python caches the encoded bytes in the string object.
 
     Raises:
         UnicodeEncodeError: if the text has a lone surrogate.
     """
-    # Python stores a flag for ASCII strings, which have one byte per character.
+    # Python stores a flag for ASCII strings. They have one byte per character.
     if text.isascii():
         return len(text)
-    # The tokenizer needs these bytes. Encoding here, in the reading thread, makes them ready for the encoding thread;
+    # The tokenizer needs these bytes. Encoding here, in the reading thread, makes them ready for the encoding thread.
     # `str.encode` would return a copy instead of filling the cache.
     size = ctypes.c_ssize_t()
     _as_utf8(text, ctypes.byref(size))

@@ -1,1 +1,1 @@
-"""Rows of a batch, built from cached tokens: chunks, packing, and the order of rows."""
+"""Builds the rows of batches from cached tokens: chunks, packing, and the order of rows."""

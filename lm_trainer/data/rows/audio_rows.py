@@ -1,4 +1,4 @@
-"""Rows of recordings with their text: each row is one document, with its features and its tokens.
+"""Rows of recordings with their text. Each row is one document, with its features and its tokens.
 
 Shape letters: B rows, S positions, T = S + 1, D documents, F frames, M mel channels.
 """
@@ -24,7 +24,7 @@ from lm_trainer.data.tokenize.open_cache import OpenCache
 
 
 class Features(Protocol):
-    """Features by document number."""
+    """Audio features that can be read by document number."""
 
     def read_documents(self, documents_N: np.ndarray) -> np.ndarray:
         """Returns float32 [N, F, M]."""
@@ -32,7 +32,7 @@ class Features(Protocol):
 
 
 def open_features(cache: OpenCache, format: AudioFormat) -> Features:
-    """The features of a finished cache: stored ones, or computed from the recordings of its sources."""
+    """Returns the features of a finished cache, either stored or computed from the recordings of its sources."""
     if format.keeps_features:
         return FeatureStream(cache.store, cache.ledger, format.features_shape)
     return _ComputedFeatures(cache, format)
@@ -44,7 +44,7 @@ class _ComputedFeatures:
     format: AudioFormat
 
     def read_documents(self, documents_N: np.ndarray) -> np.ndarray:
-        """Returns float32 [N, F, M]; raises `UserError` for a recording that is no longer readable."""
+        """Returns float32 [N, F, M]. Raises `UserError` for a recording that is no longer readable."""
         return np.stack([self._compute_document(int(document)) for document in documents_N])
 
     def _compute_document(self, document: int) -> np.ndarray:
@@ -58,7 +58,7 @@ class _ComputedFeatures:
 
 
 def read_source_row(cache: OpenCache, document: int) -> tuple[str, Row | BadRow | None]:
-    """Returns the location and the source row of a document."""
+    """Returns the location of a document, and its row in the source."""
     ledger = cache.ledger
     ends = np.cumsum(ledger.documents)
     part = int(np.searchsorted(ends, document, side="right"))
@@ -70,16 +70,16 @@ def read_source_row(cache: OpenCache, document: int) -> tuple[str, Row | BadRow 
 
 @dataclass(frozen=True)
 class AudioRows:
-    """Documents as rows, except documents with texts longer than a row."""
+    """Rows of one document each. Documents whose text is longer than a row are left out."""
 
     cache: OpenCache
     features: Features
     documents_R: np.ndarray
-    """int64: the document of each row."""
+    """int64: number of the document of each row."""
     starts_D: np.ndarray
-    """int64: the first token of each document in the stream."""
+    """int64: the position in the stream of each document's first token."""
     lengths_D: np.ndarray
-    """int64: the tokens of each document, including its end."""
+    """int64: the number of tokens of each document, including its end-of-document token."""
     seq_len: int
     eos_id: int
     features_shape: tuple[int, int]
@@ -92,7 +92,7 @@ class AudioRows:
         return self.read_padded(rows_B)
 
     def read_padded(self, rows_B: np.ndarray) -> Batch:
-        """Reads some rows; rows past the end are padding, with weight 0, segment -1 and features of zeros."""
+        """Reads rows. Rows past the end are padding, with weight 0, segment -1 and features of 0."""
         valid = np.flatnonzero(rows_B < self.num_rows)
         documents_N = self.documents_R[rows_B[valid]]
         lengths_N = self.lengths_D[documents_N]
@@ -120,7 +120,7 @@ class AudioRows:
         return np.flatnonzero((starts_R < stop) & (starts_R + self.lengths_D[self.documents_R] > start))
 
     def slice_rows(self, first: int, stop: int | None = None) -> AudioRows:
-        """The rows [first, stop)."""
+        """Returns the rows [first, stop)."""
         return replace(self, documents_R=self.documents_R[first:stop])
 
 
@@ -130,15 +130,15 @@ def open_audio_rows(
     """Opens the rows of a finished cache.
 
     Args:
-        title: of the set, for messages.
-        cache: finished.
-        format: of the cache.
-        seq_len: inputs of a row: the maximum tokens of a text, including its prompt.
-        eos_id: fills up rows.
-        max_bad: maximum share of texts left out for being too long; None allows none.
+        title: title of the set, for messages.
+        cache: a finished cache.
+        format: data format of the cache.
+        seq_len: number of inputs of a row, which is the maximum number of tokens of a text, including its prompt.
+        eos_id: token id that fills up rows.
+        max_bad: maximum fraction of texts that may be left out because they are too long; None allows none.
 
     Raises:
-        UserError: for texts that are too long, naming the first.
+        UserError: if too many texts are too long; names the first one.
     """
     lengths_D = document_lengths(cache.store, cache.ledger)
     # The last token is only a target.
@@ -159,20 +159,20 @@ def open_audio_rows(
 
 @dataclass(frozen=True)
 class FeatureMasks:
-    """SpecAugment masks over the features of training rows."""
+    """Applies SpecAugment masks to the features of training rows."""
 
     settings: SpecAugment
     seed: int
 
     def __call__(self, batch: Batch, positions_B: np.ndarray) -> Batch:
-        """Masks the features of rows, given their positions in the run."""
+        """Masks the features of a batch, given the position of each row in the run."""
         assert isinstance(batch.features, np.ndarray)
         return batch._replace(features=self.settings.apply(batch.features, self.seed, positions_B))
 
 
 @dataclass(frozen=True)
 class SpeechSet(EvalSet):
-    """All rows of a held-out set with their features, in order."""
+    """All rows of a held-out set in order, with their features."""
 
     audio_rows: AudioRows | None = None
 
@@ -200,7 +200,7 @@ class SpeechSet(EvalSet):
         return 0
 
     def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> Iterator[Batch]:
-        """See `EvalSet`; padding has features of zeros."""
+        """See `EvalSet`. Padding has features of 0."""
         assert self.audio_rows is not None
         check_rows(batch_size, rows)
         count = self.num_batches(batch_size)

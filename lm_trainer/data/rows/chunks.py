@@ -1,4 +1,4 @@
-"""Chunks: the token stream split into rows of equal length. Chunk i of length S is the tokens [iS, (i+1)S).
+"""Splits the token stream into rows of equal length. Chunk i of length S has the tokens [iS, (i+1)S).
 
 No token is cropped and no position is padded, except for fewer than S tokens after the last full chunk. In return,
 documents are split: when one continues in the next row, the model does not see its tokens before the split. On the
@@ -6,7 +6,7 @@ embedded corpus with its own tokenizer and rows of 2,048, this affects 67 % of t
 the share for any data. Within a row, attention and positions restart with each document. `packing.py` splits fewer
 documents and pads instead.
 
-Shape letters: B rows, S positions, T = S + 1, N ends or starts of documents, M documents or pieces of one.
+Shape letters: B rows, S positions, T = S + 1, N ends or starts of documents, M documents or pieces.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Chunks:
     seq_len: int
     eos_id: int
     stride: int | None = None
-    """Tokens between the beginnings of consecutive chunks; None means `seq_len`."""
+    """Number of tokens between the beginnings of consecutive chunks; None means `seq_len`."""
     first_token: int = 0
-    """The first token of chunk 0."""
+    """Position in the stream of the first token of chunk 0."""
 
     def chunk_starts(self, rows_B: np.ndarray) -> np.ndarray:
-        """The first token of each chunk, int64 [B]."""
+        """Returns the position in the stream of each chunk's first token: int64 [B]."""
         return self.first_token + np.asarray(rows_B, np.int64) * (self.stride or self.seq_len)
 
     @property
@@ -59,12 +59,12 @@ def read_mixed(parts: Sequence[tuple[np.ndarray, Chunks, np.ndarray]]) -> Batch:
     A chunk past the end of its stream is all padding.
 
     Args:
-        parts: (rows of the batch, chunks, chunk numbers of these rows) for each stream.
+        parts: for each stream, the rows of the batch to fill, its chunks, and the chunk numbers of these rows.
     """
     seq_len, eos_id = parts[0][1].seq_len, parts[0][1].eos_id
     rows = sum(len(indices) for indices, _, _ in parts)
-    # A single block for all arrays: the allocator reuses a block of this size without new page faults, which would cost
-    # several times as much as filling the block.
+    # All arrays share a single block, because the allocator reuses a block of this size without new page faults, which
+    # would cost several times as much as filling the block.
     block = np.empty(rows * (4 * seq_len + 1), np.int32)
     tokens_BT = block[3 * rows * seq_len :].reshape(rows, seq_len + 1)
     masked = any(chunks.stream.loss_mask is not None for _, chunks, _ in parts)
@@ -77,14 +77,14 @@ def read_mixed(parts: Sequence[tuple[np.ndarray, Chunks, np.ndarray]]) -> Batch:
         if mask_BT is not None and stream.loss_mask is not None:
             _read_runs(stream.loss_mask, starts_N, mask_BT, indices, fill=0)
         elif mask_BT is not None:
-            # A stream without a mask, mixed with a masked one: every token counts, and only EOS ends documents.
+            # A stream without a mask is mixed with a masked one: all its tokens count, and only EOS ends documents.
             mask_BT[indices] = np.where(tokens_BT[indices] == eos_id, IN_LOSS | DOCUMENT_END, IN_LOSS)
     outputs = block[: 3 * rows * seq_len].reshape(3, rows, seq_len)
     return make_batch(tokens_BT, available_B, eos_id, mask_BT, out=outputs)
 
 
 def _read_runs(stream: TokenStream, starts_N: np.ndarray, out_BT: np.ndarray, rows_N: np.ndarray, fill: int) -> None:
-    """Reads runs of T tokens into rows; they may begin and end past the end of the stream."""
+    """Reads runs of T tokens into rows. A run may begin or end past the end of the stream."""
     length = out_BT.shape[1]
     counts_N = np.clip(len(stream) - starts_N, 0, length)
     out_BT[rows_N[counts_N < length]] = fill
@@ -101,14 +101,14 @@ def make_batch(
 ) -> Batch:
     """Splits rows of S + 1 tokens into inputs and targets, and numbers their documents and positions.
 
-    An EOS belongs to the document it ends; predicting the next document's first token from it has no weight.
+    An EOS belongs to the document that it ends. As an input, it has no weight, as its target is in the next document.
 
     Args:
         tokens_BT: int32 [B, T].
-        available_B: int [B], real tokens of each row; the remainder is padding.
-        eos_id: ends every document, unless `mask_BT` marks the ends of documents.
-        mask_BT: int [B, T], sums of IN_LOSS and DOCUMENT_END; a target has weight only if its mask has IN_LOSS.
-        out: int32 [3, B, S], becomes weights (as float32), positions and segments.
+        available_B: int [B], number of real tokens of each row; the remainder is padding.
+        eos_id: token id that ends every document, unless `mask_BT` marks the ends of documents.
+        mask_BT: int [B, T], mask values (see `loss_mask.py`). A target has weight only if its mask has IN_LOSS.
+        out: int32 [3, B, S], filled with weights (as float32), positions and segments.
     """
     rows, seq_len = tokens_BT.shape[0], tokens_BT.shape[1] - 1
     block = np.empty((3, rows, seq_len), np.int32) if out is None else out
@@ -117,13 +117,13 @@ def make_batch(
     ends_BT = tokens_BT == eos_id
     if mask_BT is not None:
         ends_BT = (mask_BT & DOCUMENT_END) != 0
-        # Shifted by one: the mask refers to the predicted token, not to the input.
+        # Shifted by one, because the mask refers to the predicted token, not to the input.
         weights_BS *= (mask_BT[:, 1:] & IN_LOSS) != 0
     end_rows_N, columns_N = np.divmod(np.flatnonzero(ends_BT), seq_len + 1)
-    # An end in the last column is only a target; its next token is in the next row.
+    # An end in the last column is only a target, and the token after it is in the next row.
     ends_N = (end_rows_N * seq_len + columns_N)[columns_N < seq_len]
     weights_BS.reshape(-1)[ends_N] = 0
-    # An end in the last input column marks the next row's first position, which always starts a document.
+    # An end in the last input column marks the first position of the next row, which always starts a document.
     fill_positions_and_segments(ends_N + 1, positions_BS, segments_BS)
     short = np.flatnonzero(available_B < tokens_BT.shape[1])
     if len(short):
@@ -140,16 +140,16 @@ def fill_positions_and_segments(starts_N: np.ndarray, positions_BS: np.ndarray, 
     Args:
         starts_N: int [N], flat indices into [B, S] of the first tokens of documents, increasing; the first position of
             a row may be omitted.
-        positions_BS: int32, becomes the position in the document, from 0.
-        segments_BS: int32, becomes the number of the document in the row, from 0.
+        positions_BS: int32, filled with the position in the document, from 0.
+        segments_BS: int32, filled with the number of the document in the row, from 0.
     """
     size, seq_len = positions_BS.size, positions_BS.shape[1]
     firsts_B = np.arange(0, size, seq_len)
     starts_M = np.union1d(firsts_B, starts_N[starts_N < size])
     lengths_M = np.diff(starts_M, append=size)
-    # Global document number minus the number of its row's first document.
+    # The global number of each document minus the number of the first document in its row.
     numbers_M = np.arange(len(starts_M)) - np.searchsorted(starts_M, firsts_B)[starts_M // seq_len]
-    # One run at a time: several times as fast as cumulative sums over every token.
+    # Filling one run at a time is several times as fast as cumulative sums over every token.
     positions_BS[:] = np.arange(seq_len, dtype=np.int32)
     positions = positions_BS.reshape(-1)
     np.subtract(positions, np.repeat((starts_M % seq_len).astype(np.int32), lengths_M), out=positions)

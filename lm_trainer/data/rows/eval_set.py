@@ -1,4 +1,4 @@
-"""Held-out sets, read in order.
+"""Held-out sets, whose rows are read in order.
 
 Shape letters: B rows of this host, S positions, V vocabulary.
 """
@@ -19,30 +19,30 @@ from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.data.tokenizer.token_bytes import count_token_bytes
 
 _BLOCK_TOKENS = 1 << 22
-"""Tokens counted per read."""
+"""Number of tokens to count per read."""
 
 
 @dataclass(frozen=True)
 class EvalSet:
-    """A full held-out set in order, each token once."""
+    """A full held-out set in order, with each token predicted once."""
 
     name: str
     stream: TokenStream
     seq_len: int
     tokenizer: HfTokenizer
     num_documents: int
-    """Documents that end in the set."""
+    """Number of documents that end in the set."""
     text_bytes: int | None = None
-    """UTF-8 bytes of the text of the full stream, if known."""
+    """Number of UTF-8 bytes of the text of the full stream, if known."""
     tags: tuple[str, ...] = ()
-    """Groups of sets to average over."""
+    """Names of the groups of sets to average over that include this set."""
     is_text: bool = True
-    """False for token ids made elsewhere, without known text."""
+    """False for token ids that were made elsewhere and whose text is not known."""
     first_token: int = 0
-    """First token of the set in the stream; earlier ones are trained on."""
+    """Position in the stream of the set's first token. Earlier tokens are trained on."""
     stride: int | None = None
-    """Tokens between the beginnings of consecutive rows; None means `seq_len`. With a smaller stride, each row
-    begins with tokens of the previous row, which serve as context and are not predicted a second time."""
+    """Number of tokens between the beginnings of consecutive rows; None means `seq_len`. With a smaller stride, each
+    row begins with tokens of the previous row, which serve as context and are not predicted a second time."""
 
     @property
     def has_features(self) -> bool:
@@ -59,16 +59,16 @@ class EvalSet:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the set; the last one may be short."""
+        """Number of rows of the set; the last one may be short."""
         remaining = max(self.num_tokens - self.seq_len, 0)
         return -(-remaining // (self.stride or self.seq_len)) + (self.num_tokens > 0)
 
     @cached_property
     def token_bytes(self) -> np.ndarray | None:
-        """UTF-8 bytes of text per token: float64 [V]; None if the text is unknown.
+        """Returns the number of UTF-8 bytes of text of each token: float64 [V]; None if the text is unknown.
 
-        If a tokenizer does not reproduce a text exactly (it may prepend a blank), the counts are scaled so their sum is
-        the number of bytes of the text.
+        If a tokenizer does not reproduce a text exactly (it may prepend a blank), the counts are scaled so that their
+        sum is the number of bytes of the text.
         """
         if not self.is_text:
             return None
@@ -83,43 +83,43 @@ class EvalSet:
             yield self.stream.read(np.array([start]), min(_BLOCK_TOKENS, len(self.stream) - start))[0]
 
     def stream_positions(self, rows_B: np.ndarray) -> np.ndarray:
-        """Position of each input in the stream, int64 [B, S]; padding is at the stream's end or beyond."""
+        """Returns the position in the stream of each input: int64 [B, S]. Padding is at the stream's end or beyond."""
         starts_B = self.first_token + rows_B.astype(np.int64) * (self.stride or self.seq_len)
         return starts_B[:, None] + np.arange(self.seq_len)
 
     def count_split_documents(self, ends_D: np.ndarray) -> int:
-        """Counts the documents with tokens predicted in several rows.
+        """Returns the number of documents whose tokens are predicted in several rows.
 
         Args:
-            ends_D: int64, the end of each of the set's documents in the stream.
+            ends_D: int64, exclusive end in the stream of each document of the set.
         """
         ends_D = ends_D - self.first_token
         starts_D = np.concatenate([[0], ends_D[:-1]]) if len(ends_D) else ends_D
         stride = self.stride or self.seq_len
-        # Rows that predict the first and the last target: with a stride, the first row to reach them.
+        # The rows that predict the first and the last target. With a stride, it is the first row that reaches them.
         first_D, last_D = (np.maximum(inputs_D - self.seq_len, -1) // stride + 1 for inputs_D in (starts_D, ends_D - 2))
         return int(np.count_nonzero(first_D < last_D))
 
     def with_stride(self, stride: int) -> EvalSet:
-        """Returns the set in overlapping rows: each begins `stride` tokens after the previous one."""
+        """Returns the same set in overlapping rows, each of which begins `stride` tokens after the previous one."""
         return replace(self, stride=stride)
 
     def num_batches(self, batch_size: int) -> int:
-        """Batches of the full set; the last one may hold rows of padding."""
+        """Returns the number of batches of the full set; the last one may hold rows of padding."""
         return -(-self.num_rows // batch_size)
 
     def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> Iterator[Batch]:
-        """Yields this host's rows of each global batch; rows past the end of the set are padding.
+        """Yields this host's rows of each global batch. Rows past the end of the set are padding.
 
         Padding has weight 0 and segment -1.
 
         Args:
-            batch_size: rows of the global batch.
-            rows: this host's rows of it.
-            max_batches: number of batches; None means all.
+            batch_size: number of rows of the global batch.
+            rows: numbers of this host's rows in the global batch.
+            max_batches: maximum number of batches; None means all.
 
         Raises:
-            UserError: if a batch does not have such rows.
+            UserError: if a batch does not have these rows.
         """
         check_rows(batch_size, rows)
         stride = self.stride or self.seq_len
@@ -128,8 +128,8 @@ class EvalSet:
         count = self.num_batches(batch_size)
         for index in range(count if max_batches is None else min(count, max_batches)):
             rows_B = index * batch_size + np.asarray(rows, np.int64)
-            # Every host yields the same number of batches, including hosts with rows past the end: all must run the
-            # same steps.
+            # Every host yields the same number of batches, including hosts with rows past the end, because all must
+            # run the same steps.
             batch = chunks.read(rows_B)
             if overlap:
                 batch.weights[rows_B > 0, :overlap] = 0
@@ -137,7 +137,7 @@ class EvalSet:
 
 
 def check_rows(batch_size: int, rows: Sequence[int]) -> None:
-    """Checks rows against the batch size.
+    """Checks the row numbers of a host against the batch size.
 
     Raises:
         UserError: if `rows` is empty, not in order, or out of range.

@@ -1,4 +1,4 @@
-"""Rows produced by a Grain pipeline, as rows of a run.
+"""Adapter from the rows that a Grain pipeline produces to the rows of a run.
 
 Shape letters: B rows, S positions, T = S + 1.
 """
@@ -20,17 +20,17 @@ from lm_trainer.data.rows.chunks import make_batch
 from lm_trainer.data.sources.grain_pipeline import GrainPipeline, num_elements
 
 _SNAPSHOTS = 64
-"""Retained states of an iterator: more than the number of batches read ahead."""
+"""Number of iterator states to retain, which is more than the number of batches read ahead."""
 
 
 class GrainRows:
-    """The rows of a pipeline; picklable, recreated when unpickled.
+    """The rows of a pipeline. Picklable: unpickling recreates the pipeline.
 
     Args:
-        source: with `elements: rows`.
+        source: the pipeline, with `elements: rows`.
         seq_len: S.
-        vocab_size: above all ids.
-        eos_id: ends documents in rows with tokens only.
+        vocab_size: exclusive upper bound of the ids.
+        eos_id: token id that ends documents in rows that only have tokens.
     """
 
     def __init__(self, source: GrainPipeline, seq_len: int, vocab_size: int, eos_id: int):
@@ -54,7 +54,7 @@ class GrainRows:
 
     @property
     def note(self) -> str:
-        """A note on determinism, seeks and other numbers of processes."""
+        """A note on determinism, seeking, and resuming with another number of processes."""
         if self._random:
             count = "without end" if self.num_rows == sys.maxsize else f"{self.num_rows:,}"
             return (
@@ -71,7 +71,7 @@ class GrainRows:
         """Reads rows.
 
         Raises:
-            UserError: if an element is not a valid row, or the pipeline ends early.
+            UserError: if an element is not a valid row, or the pipeline ends too early.
         """
         numbers = [int(row) for row in rows_B]
         rows = [
@@ -92,14 +92,14 @@ class GrainRows:
         return np.zeros(0, np.int64)
 
     def state_before(self, row: int) -> dict[str, Any] | None:
-        """Returns a state shortly before this row; None if no state is needed."""
+        """Returns the pipeline's state shortly before this row; None if no state is needed."""
         return None if self._sequence is None else self._sequence.state_before(row)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores a pipeline state.
+        """Restores a state of the pipeline.
 
         Raises:
-            UserError: if the pipeline rejects it.
+            UserError: if the pipeline rejects the state.
         """
         if self._sequence is not None:
             self._sequence.restore(state)
@@ -170,9 +170,11 @@ _DEFAULTS: dict[str, Callable[[int], np.ndarray]] = {
 
 
 class _SequentialReader:
-    """Elements of an `IterDataset` by number; the numbers mostly increase from one request to the next.
+    """Gives access to the elements of an `IterDataset` by number.
 
-    Threads that read ahead request batches concurrently, so skipped elements are buffered for a while.
+    From one request to the next, the numbers mostly increase.
+
+    Threads that read ahead request batches concurrently and out of order, so skipped elements are buffered for a while.
     """
 
     def __init__(self, dataset: grain.IterDataset, factory: str):
@@ -191,7 +193,7 @@ class _SequentialReader:
                 self._buffer[self._next] = self._next_element()
                 self._next += 1
             elements = [self._buffer[number] for number in numbers]
-            # Covers several batches: no thread is further behind.
+            # Keeps elements of several batches, since no thread is further behind.
             oldest = min(numbers) - 8 * (last - min(numbers) + 1)
             self._buffer = {number: element for number, element in self._buffer.items() if number >= oldest}
             return elements
@@ -211,7 +213,7 @@ class _SequentialReader:
         try:
             state = self._iterator.get_state()
             json.dumps(state)
-        except (TypeError, ValueError, NotImplementedError):  # no state, or none that a checkpoint can hold
+        except (TypeError, ValueError, NotImplementedError):  # no state, or not one that a checkpoint can hold
             return
         self._snapshots[self._next] = state
         while len(self._snapshots) > _SNAPSHOTS:

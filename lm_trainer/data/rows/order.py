@@ -1,4 +1,4 @@
-"""Order of training: maps each position of the run to a row of a set.
+"""The order of training: maps each position of the run to a row of a set.
 
 Shape letters: B rows of a batch, N positions.
 """
@@ -19,11 +19,11 @@ from lm_trainer.data.rows.chunks import Chunks, read_mixed
 from lm_trainer.data.shuffle import ShuffleConfig
 
 _LOOKAHEAD = 1024
-"""Positions searched for the next row of every set."""
+"""Number of positions to search for the next row of every set."""
 
 
 class Rows(Protocol):
-    """Rows of one length with random access."""
+    """Rows of equal length with random access."""
 
     @property
     def seq_len(self) -> int: ...
@@ -32,35 +32,35 @@ class Rows(Protocol):
     def num_rows(self) -> int: ...
 
     def read(self, rows_B: np.ndarray) -> Batch:
-        """Reads some of the rows, each number in [0, num_rows)."""
+        """Reads rows by their numbers, which are in [0, num_rows)."""
         ...
 
     def token_runs(self, row: int) -> list[tuple[int, int]]:
-        """Returns (start in the stream, number of inputs) of each run of tokens in a row."""
+        """Returns the start in the stream and the number of inputs of each run of tokens in a row."""
         ...
 
     def rows_containing(self, start: int, stop: int) -> np.ndarray:
-        """Returns the rows with any of the inputs [start, stop) of the stream: int64, increasing."""
+        """Returns the rows that have any of the stream's tokens [start, stop) as inputs: int64, increasing."""
         ...
 
 
 @dataclass(frozen=True)
 class TrainSet:
-    """One set to train on, and the order of its rows."""
+    """A set to train on, and the order of its rows."""
 
     name: str
     rows: Rows
     num_rows: int
-    """Rows in an epoch, from the start of `rows`."""
+    """Number of rows in an epoch. These are the first ones of `rows`."""
     shuffle: ShuffleConfig
     seed: int
     final: bool = True
-    """False while the set grows: then these rows of the epoch are final, and more may come."""
+    """False while the set grows. The rows so far are final even then, but more may follow."""
     augment: Callable[[Batch, np.ndarray], Batch] | None = None
-    """Changes rows depending on their positions in the run; None means no change."""
+    """Changes a batch, given the positions of its rows in the run; None means no change."""
 
     def read(self, draws_N: np.ndarray, positions_N: np.ndarray) -> Batch:
-        """Reads the rows of some draws, given their positions in the run."""
+        """Reads the rows of the given draws, whose positions in the run are `positions_N`."""
         batch = self.rows.read(self.rows_of_draws(draws_N))
         return batch if self.augment is None else self.augment(batch, positions_N)
 
@@ -69,23 +69,23 @@ class TrainSet:
         return self.shuffle.rows_of_draws(draws_N, self.num_rows, self.seed)
 
     def draws_of_rows(self, rows_N: np.ndarray, epoch: int) -> np.ndarray:
-        """Returns the draw of each row in an epoch: int64 [N]."""
+        """Returns the draw that yields each row in the given epoch: int64 [N]."""
         return self.shuffle.draws_of_rows(rows_N, epoch, self.num_rows, self.seed)
 
 
 class RowOrigin(NamedTuple):
-    """Origin of the row at one position."""
+    """The origin of the row at one position."""
 
     set: TrainSet
     row: int
     """Number of the row within the set."""
     epoch: int
-    """The epoch of the set, from 0."""
+    """Epoch of the set, counted from 0."""
 
 
 @dataclass(frozen=True)
 class TrainOrder:
-    """The rows of a run by position, independent of hosts and devices.
+    """The rows of a run by position, which do not depend on the hosts and devices.
 
     Row r of the step that begins at position p is the row at position p + r.
     """
@@ -93,10 +93,10 @@ class TrainOrder:
     sets: Sequence[TrainSet]
     mixture: Mixture
     length: int | None = None
-    """Positions until the stop rule ends training; None if it never does."""
+    """Number of positions until the stop rule ends training; None if it never does."""
 
     def read(self, positions_B: np.ndarray) -> Batch:
-        """Reads the rows at some positions."""
+        """Reads the rows at the given positions."""
         parts = list(self._group_by_set(positions_B))
         if len(parts) == 1:
             return parts[0][1].read(parts[0][2], positions_B)
@@ -116,33 +116,33 @@ class TrainOrder:
         return batch
 
     def blocking_set(self, positions_N: np.ndarray, *, need_all: bool = False) -> tuple[TrainSet, int | None] | None:
-        """Finds a set that must grow before the rows at some positions are final.
+        """Finds a set that must grow before the rows at the given positions are final.
 
         Args:
             positions_N: int64 [N].
             need_all: True if every set must be complete.
 
         Returns:
-            The set and its required number of rows (None means all); None if no set has to grow.
+            The set, and the number of rows that it must have (None means all); None if no set has to grow.
         """
         growing = [train for train in self.sets if not train.final]
         if growing and need_all:
             return growing[0], None
         for _, train, draws_N in self._group_by_set(positions_N) if growing else ():
-            # Later positions have later draws, which need at least as many rows, so the last draw decides.
+            # Later draws need at least as many rows as earlier ones, so the last draw decides.
             rows = None if train.final else train.shuffle.num_rows_needed(int(draws_N.max()))
             if not train.final and (rows is None or rows > train.num_rows):
                 return train, rows
         return None
 
     def upcoming_rows(self, position: int) -> Iterator[tuple[str, Rows, int]]:
-        """Yields (name, rows, the first row at or after a position) for every set with a row soon."""
+        """Yields (name, rows, number of the next row) for every set with a row at or soon after a position."""
         for indices, train, draws_N in self._group_by_set(position + np.arange(_LOOKAHEAD)):
             if len(indices):
                 yield train.name, train.rows, int(train.rows_of_draws(draws_N[:1])[0])
 
     def row_origins(self, positions_N: np.ndarray) -> list[RowOrigin]:
-        """Returns the origins of the rows at some positions, in their order."""
+        """Returns the origins of the rows at the given positions, in the order of the positions."""
         origins: dict[int, RowOrigin] = {}
         for indices, train, draws in self._group_by_set(positions_N):
             epochs, rows = draws // train.num_rows, train.rows_of_draws(draws)
@@ -154,9 +154,9 @@ class TrainOrder:
         """Yields (position, row, epoch) for every occurrence of one set's rows before `stop`, epoch by epoch.
 
         Args:
-            index: of the set.
-            rows_N: int64 [N] in [0, num_rows) of it.
-            stop: end position; at most `length`.
+            index: index of the set.
+            rows_N: int64 [N], numbers of rows in [0, num_rows) of the set.
+            stop: exclusive end of the positions; at most `length`.
         """
         train = self.sets[index]
         for epoch in itertools.count():
@@ -172,7 +172,7 @@ class TrainOrder:
         return draw if len(self.sets) == 1 else self.mixture.position_of_draw(index, draw)
 
     def _group_by_set(self, positions_N: np.ndarray) -> Iterator[tuple[np.ndarray, TrainSet, np.ndarray]]:
-        """Yields (indices into `positions_N`, set, draws of the set) for each set among the positions."""
+        """Yields (indices into `positions_N`, set, draws of the set) for each set with a row at these positions."""
         # With a single set, the draw is the position.
         if len(self.sets) == 1:
             yield np.arange(len(positions_N)), self.sets[0], positions_N

@@ -1,4 +1,4 @@
-"""Held-out sets with full documents in rows, like packed training sets.
+"""Held-out sets whose rows hold full documents, like the rows of packed training sets.
 
 Shape letters: D documents, R rows of the set, B rows of this host, S positions.
 """
@@ -19,9 +19,11 @@ from lm_trainer.data.rows.packing import PackedRows, PackingPlan
 
 @dataclass(frozen=True, kw_only=True)
 class PackedSet(EvalSet):
-    """All documents of a held-out set: each in one row unless it is longer, each token predicted once.
+    """All documents of a held-out set.
 
-    A document that begins in the training text is read from its beginning; tokens before `first_token` are not
+    Each document is in one row unless it is longer, and each token is predicted once.
+
+    A document that begins in the training text is read from its beginning, but tokens before `first_token` are not
     predicted.
     """
 
@@ -37,7 +39,7 @@ class PackedSet(EvalSet):
 
     @cached_property
     def _order_R(self) -> np.ndarray:
-        """The rows of the plan, ordered by the document that opened each row.
+        """The rows of the plan, in the order of the document that opened each row.
 
         The plan starts with the longest documents of each group, but the first batches of a set should be
         representative.
@@ -55,7 +57,7 @@ class PackedSet(EvalSet):
         return int(np.count_nonzero(np.diff(ends_D, prepend=self.first_token) - 1 > self.seq_len))
 
     def with_stride(self, stride: int) -> EvalSet:
-        """See `EvalSet`: overlapping rows do not need full documents."""
+        """See `EvalSet`. The result is not packed, since overlapping rows do not need full documents."""
         common = {field.name: getattr(self, field.name) for field in fields(EvalSet)}
         return EvalSet(**common).with_stride(stride)
 

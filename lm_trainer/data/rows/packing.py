@@ -1,12 +1,12 @@
-"""Packing: full documents in rows, by a plan made only from their lengths, so rows have random access.
+"""Packs full documents into rows. The plan depends only on the documents' lengths, so rows have random access.
 
 No token is cropped. A document that fits a row is never split; a longer one fills full rows, and its remainder is
-packed like a document. In return, rows may end in padding, where no document was left to fit. On the embedded corpus
+packed like a document. In return, a row may end in padding if no document is left that fits. On the embedded corpus
 with its own tokenizer and rows of 2,048, packing uses 99.92 % of the positions and splits 50 % of the documents, all of
 them longer than a row; chunks use 99.98 % and split 67 %. `lmt data stats` prints these figures for any data.
 
 Shape letters: D documents, P pieces (documents, or parts of long ones), R rows of the plan, B rows of a batch, S
-positions, N runs of a batch: its pieces and its padding.
+positions, N runs of a batch (its pieces and its padding).
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from lm_trainer.data.rows.chunks import PADDING_SEGMENT
 from lm_trainer.data.tokenize.open_cache import OpenCache
 
 GROUP = 4096
-"""Documents packed together: more fill rows better, fewer preserve the order of the corpus."""
+"""Number of documents packed together. More documents fill rows better; fewer preserve the order of the corpus."""
 
 _FORMAT = 1
 
 
 class PackingPlan(NamedTuple):
-    """The runs of the stream in each row."""
+    """A packing plan, which gives the runs of the stream in each row."""
 
     starts_P: np.ndarray
-    """int64: the first input of each piece, in the stream."""
+    """int64: position in the stream of the first input of each piece."""
     lengths_P: np.ndarray
-    """int32: inputs of each piece; its targets are the same run shifted by one."""
+    """int32: number of inputs of each piece. Its targets are the same run shifted by one."""
     firsts_R: np.ndarray
-    """int64 [R + 1]: the first piece of each row, and the number of pieces."""
+    """int64 [R + 1]: the first piece of each row, followed by the number of pieces."""
 
     @property
     def num_rows(self) -> int:
         return len(self.firsts_R) - 1
 
     def to_bytes(self) -> bytes:
-        """Encodes the plan. The arrays of 8-byte integers come first, so views of a file are aligned."""
+        """Encodes the plan. The arrays of 8-byte integers come first, so that views of a file are aligned."""
         return b"".join(array.tobytes() for array in (self.starts_P, self.firsts_R, self.lengths_P))
 
     @classmethod
@@ -64,18 +64,18 @@ class PackingPlan(NamedTuple):
 def pack_best_fit(
     lengths_D: np.ndarray, seq_len: int, stop: int | None = None, group: int = GROUP, first: int = 0
 ) -> PackingPlan:
-    """Packs documents without splitting any that fit: best fit, longest first, within groups of documents.
+    """Packs documents without splitting any that fit: best fit, longest first, within each group of documents.
 
-    A document of n tokens takes n - 1 positions: its last token is only a target. A document longer than a row is split
-    into full rows, and its remainder is packed like a document (Ding et al., "Fewer truncations improve language
-    modeling", 2024). Documents of one token take no position and appear in no row.
+    A document of n tokens takes n - 1 positions, because its last token is only a target. A document longer than a row
+    is split into full rows, and its remainder is packed like a document (Ding et al., "Fewer truncations improve
+    language modeling", 2024). Documents of one token take no position and appear in no row.
 
     Args:
-        lengths_D: int64, tokens of the documents of a stream, end-of-document tokens included.
+        lengths_D: int64, number of tokens of each document of a stream, including its end-of-document token.
         seq_len: S.
-        stop: end of the stream; None means no limit.
-        group: documents in a group.
-        first: first token that must be a target; its document is read from the beginning or, if it is longer than a
+        stop: exclusive end of the tokens to pack; None means no limit.
+        group: number of documents in a group.
+        first: first token that must be a target. Its document is read from the beginning or, if it is longer than a
             row, from the preceding split.
     """
     starts_D = np.cumsum(lengths_D) - lengths_D
@@ -100,17 +100,17 @@ def pack_best_fit(
 def _pack_group(starts_D: np.ndarray, inputs_D: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the starts and lengths of the pieces in row order, and the number of pieces of each row.
 
-    Rows of one full piece come first, then packed rows in the order they were opened.
+    Rows filled by a single piece come first, then packed rows in the order in which they were opened.
     """
     full_D, remainders_D = np.divmod(inputs_D, seq_len)
     pieces = np.arange(full_D.sum()) - np.repeat(np.cumsum(full_D) - full_D, full_D)
     full_starts = np.repeat(starts_D, full_D) + pieces * seq_len
     rows: list[list[int]] = []
-    # Remaining room and number of each open row in one integer, sorted: bisection finds the tightest fit and, among
-    # equals, the earliest row, so the plan depends only on the lengths.
+    # The remaining room and the number of each open row in one integer, sorted. Bisection finds the tightest fit and,
+    # among equal ones, the earliest row, so the plan depends only on the lengths.
     num_documents = len(remainders_D)
     room: list[int] = []
-    # Stable, so documents of equal length keep their order on every machine.
+    # The sort is stable, so documents of equal length keep their order on every machine.
     order = np.argsort(-remainders_D, kind="stable")
     for index, length in zip(order.tolist(), remainders_D[order].tolist(), strict=True):
         if length == 0:
@@ -133,7 +133,7 @@ def _pack_group(starts_D: np.ndarray, inputs_D: np.ndarray, seq_len: int) -> tup
 
 
 def _read_stored_plan(store: KvStore, key: str) -> dict[str, Any] | None:
-    """Reads the counts of a stored plan; None if it is missing or damaged, and has to be recomputed."""
+    """Reads the counts of a stored plan; None if it is missing or damaged and has to be recomputed."""
     content = store.read(key)
     try:
         figures = None if content is None else parse_checked_json(content)
@@ -143,13 +143,13 @@ def _read_stored_plan(store: KvStore, key: str) -> dict[str, Any] | None:
 
 
 def open_packing_plan(cache: OpenCache, seq_len: int, stop: int | None = None, first: int = 0) -> PackingPlan:
-    """Reads the plan of a cache for one row length; the first call computes it and stores it in the cache.
+    """Reads the plan of a cache for one row length. The first call computes the plan and stores it in the cache.
 
     Args:
-        cache: the tokens.
-        seq_len: of the rows.
-        stop: as for `pack_best_fit`.
-        first: as for `pack_best_fit`.
+        cache: the cache with the tokens.
+        seq_len: number of inputs of a row.
+        stop: see `pack_best_fit`.
+        first: see `pack_best_fit`.
     """
     store = cache.store
     # The key includes all inputs of the plan, so the plan never has to be checked against the tokens.
@@ -162,15 +162,15 @@ def open_packing_plan(cache: OpenCache, seq_len: int, stop: int | None = None, f
             content: np.ndarray | bytes | None = np.asarray(np.memmap(store.local / f"{key}.bin", np.uint8, "r"))
         else:
             content = store.read(f"{key}.bin", seconds=store.deadline_for(record.get("bytes", 0)))
-        # A damaged plan is recomputed, and so is a plan of an earlier version, which wrote no checksum.
+        # A damaged plan is recomputed, and so is a plan by an earlier version, which wrote no checksum.
         if content is not None and _sha256(content) == record.get("sha256"):
             return PackingPlan.from_bytes(content, record["pieces"], record["rows"])
-    # In this process: a million documents take a second of CPU, once for all runs.
+    # Computed in this process, because a million documents take a second of CPU time, once for all runs.
     plan = pack_best_fit(cache.document_lengths(), seq_len, stop, first=first)
     content = plan.to_bytes()
     # If the cache is read-only for this user, the plan is recomputed at the next start.
     with contextlib.suppress(UserError):
-        # The JSON file is written last: it marks the other one as complete.
+        # The JSON file is written last, because it marks the other one as complete.
         store.write(f"{key}.bin", content)
         counts = {"bytes": len(content), "pieces": len(plan.starts_P), "rows": plan.num_rows}
         store.write_json(f"{key}.json", {**counts, "sha256": _sha256(content)})
@@ -183,7 +183,7 @@ def _sha256(content: bytes | np.ndarray) -> str:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The rows of a plan, to train on. Positions without a document are padding: weight 0, segment -1."""
+    """The rows of a plan, to train on. Positions without a document are padding, with weight 0 and segment -1."""
 
     stream: TokenStream
     plan: PackingPlan
@@ -195,11 +195,13 @@ class PackedRows:
         return self.plan.num_rows
 
     def read(self, rows_B: np.ndarray) -> Batch:
-        """Reads some rows. All arrays are flat, [B * S], until the end: pieces are contiguous runs in them,
-        regardless of rows.
+        """Reads rows.
+
+        All arrays are flat, [B * S], until the end, because pieces are contiguous runs in flat arrays, regardless of
+        the rows.
         """
         plan, seq_len, size = self.plan, self.seq_len, len(rows_B) * self.seq_len
-        # The pieces of all rows of the batch, row by row: their numbers in the plan, and within their row from 0.
+        # The pieces of all rows of the batch, row by row: their numbers in the plan, and within their row (from 0).
         firsts_B = plan.firsts_R[rows_B]
         counts_B = plan.firsts_R[rows_B + 1] - firsts_B
         begins_B = np.cumsum(counts_B) - counts_B
@@ -207,10 +209,10 @@ class PackedRows:
         pieces_P = np.repeat(firsts_B, counts_B) + numbers_P
         starts_P, lengths_P = plan.starts_P[pieces_P], plan.lengths_P[pieces_P].astype(np.int64)
         ends_P = np.cumsum(lengths_P)
-        # No row of a plan is empty; `reduceat` would give wrong results for empty rows.
+        # No row of a plan is empty. For empty rows, `reduceat` would give wrong results.
         filled_B = np.add.reduceat(lengths_P, begins_B)
         before_B = np.cumsum(filled_B) - filled_B
-        # Beginning of each piece in the flat batch.
+        # The beginning of each piece in the flat batch.
         offsets_P = ends_P - lengths_P + np.repeat(np.arange(0, size, seq_len) - before_B, counts_B)
 
         tokens, targets, positions, segments = block = np.empty((4, size), np.int32)
@@ -225,7 +227,7 @@ class PackedRows:
         segments[:] = np.repeat(np.insert(numbers_P, row_ends_B, PADDING_SEGMENT).astype(np.int32), runs_N)
         weights = (segments >= 0).astype(np.float32)
         if self.stream.loss_mask is not None:
-            # Shifted by one token: the mask applies to the targets.
+            # Shifted by one token, because the mask applies to the targets.
             mask = np.zeros(size, np.int32)
             self.stream.loss_mask.copy(starts_P + 1, lengths_P, mask, offsets_P)
             weights *= (mask & IN_LOSS) != 0
@@ -233,7 +235,10 @@ class PackedRows:
         return Batch(*shaped)
 
     def stream_positions(self, rows_B: np.ndarray) -> np.ndarray:
-        """Position of each input in the stream, int64 [B, S]; padding is at the stream's end."""
+        """Returns the position in the stream of each input: int64 [B, S].
+
+        Padding has the position of the stream's end.
+        """
         places_BS = np.full((len(rows_B), self.seq_len), len(self.stream), np.int64)
         for places_S, row in zip(places_BS, rows_B.tolist(), strict=True):
             runs = [np.arange(start, start + length) for start, length in self.token_runs(row)]
@@ -257,8 +262,8 @@ class PackedRows:
         tokens: np.ndarray,
         targets: np.ndarray,
     ) -> None:
-        """Reads each piece with its next token, and copies it as inputs and as targets."""
-        # Read once, with the overlap, and copied twice in memory: reads are slower.
+        """Reads each piece together with the token after it, and copies it to the inputs and to the targets."""
+        # Read once, with the overlap, and copied twice in memory, because reads are slower.
         runs_P = lengths_P + 1
         begins_P = np.cumsum(runs_P) - runs_P
         buffer = np.empty(int(runs_P.sum()), np.int32)
@@ -269,13 +274,13 @@ class PackedRows:
 
 
 class PackingStats(NamedTuple):
-    """Utilisation of rows of one length."""
+    """Utilisation of rows of one length by documents."""
 
     rows: int
     used: float
-    """Share of positions with a target in the loss."""
+    """Fraction of positions with a target in the loss."""
     cut: float
-    """Share of documents split over several rows."""
+    """Fraction of documents that are split over several rows."""
 
 
 def packing_stats(
@@ -284,16 +289,17 @@ def packing_stats(
     """Computes the utilisation of rows under `data.packing: concat` and `best_fit`, keyed by these names.
 
     Args:
-        lengths_D: int64, tokens of the documents of a stream, end-of-document tokens included.
-        seq_len: of the rows.
-        targets: counts the loss targets among the first N tokens; None counts all but each document's first.
+        lengths_D: int64, number of tokens of each document of a stream, including its end-of-document token.
+        seq_len: number of inputs of a row.
+        targets: returns the number of loss targets among the first N tokens; None counts every token but the first
+            of each document.
     """
     ends_D = np.cumsum(lengths_D)
     starts_D, tokens = ends_D - lengths_D, int(ends_D[-1])
     if targets is None:
         targets = lambda count: count - int((starts_D < count).sum())  # noqa: E731
     chunks = tokens // seq_len
-    # The last token of a document is the target of the previous position, so it may be in the next row.
+    # The last token of a document is only the target of the position before it, so it may fall into the next row.
     crossing = int((starts_D // seq_len != np.maximum(ends_D - 2, starts_D) // seq_len).sum())
     num_positions = chunks * seq_len
     plan = pack_best_fit(lengths_D, seq_len)

@@ -1,4 +1,4 @@
-"""Builds training and evaluation rows from caches, finished or growing."""
+"""Builds training and evaluation rows from caches, which may be finished or still growing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lm_trainer.data.tokenizer import HfTokenizer
 
 @dataclass(frozen=True)
 class RowBuilder:
-    """Splits the text of all sets into rows, and sets the order of each set."""
+    """Splits the text of all sets into rows, and determines the order of each set."""
 
     config: DataConfig
     tokenizer: HfTokenizer
@@ -41,21 +41,21 @@ class RowBuilder:
     seed: int
 
     def train_set(self, name: str, cache: OpenCache) -> TrainSet:
-        """Returns one set to train on; while its cache grows, with the rows that are final so far.
+        """Returns one set to train on. While its cache grows, the set has only the rows that are final so far.
 
         Raises:
             UserError: if the full text is shorter than a row.
         """
         if self.config.sets[name].gives_rows:
             return self._grain_train_set(name)
-        # Read first: a cache that finishes in the meantime counts as growing, never the other way around.
+        # Read first, so that a cache that finishes in the meantime counts as growing, and never the other way around.
         config, final = self.config, cache.finished
         chunks = Chunks(cache.stream, self.seq_len, self.tokenizer.eos_id)
         held_out = config.value_for_set(config.num_validation_sequences, name)
         seed, format = self.seed_for_set(name), config.sets[name].format
         if not final:
-            # A packing plan depends on all documents, so no packed row is final before the end; the same holds for
-            # audio.
+            # A packing plan depends on all documents, so no packed row is final before the cache is finished. The same
+            # holds for audio.
             needs_all_documents = config.packing_of(name) == "best_fit" or isinstance(format, AudioFormat)
             num_rows = 0 if needs_all_documents else _num_final_chunks(cache.stream, self.seq_len, held_out)
             return TrainSet(name, chunks, num_rows, config.shuffle_config, seed, final=False)
@@ -89,7 +89,7 @@ class RowBuilder:
         return TrainSet(name, rows, rows.num_rows, self.config.shuffle_config, seed, augment=augment)
 
     def _grain_train_set(self, name: str) -> TrainSet:
-        """Returns a set of rows made by a Grain pipeline, in the pipeline's order."""
+        """Returns a set of the rows that a Grain pipeline makes, in the pipeline's order."""
         config, source = self.config, self.config.sets[name].source
         assert isinstance(source, GrainPipeline)
         if config.value_for_set(config.num_validation_sequences, name) is not None:
@@ -104,7 +104,7 @@ class RowBuilder:
         return derive_seed(self.seed, name) if self.config.configs else self.seed
 
     def _first_held_out_token(self, name: str, chunks: Chunks, held_out: int | None) -> int | None:
-        """Returns the index in the stream of the first held-out token; None without held-out rows."""
+        """Returns the index in the stream of the first held-out token; None if there are no held-out rows."""
         title = "the training data" if name == SINGLE_SET else f"the set {name}"
         if chunks.num_rows == 0:
             raise UserError(
@@ -122,7 +122,7 @@ class RowBuilder:
         return stop
 
     def eval_sets(self, caches: Mapping[str, OpenCache]) -> Iterator[EvalSet | PendingEvalSet]:
-        """Yields the held-out part of every set; a set with a growing cache waits for it when it is read.
+        """Yields the held-out part of every set. If its cache is still growing, reads of it wait.
 
         Raises:
             UserError: if a set has both validation text and held-out training rows.
@@ -153,12 +153,12 @@ class RowBuilder:
         return self._eval_set(name, title, cache, cache.ledger.num_documents, 0)
 
     def _tail_eval_set(self, name: str, title: str, train: OpenCache, held_out: int) -> EvalSet:
-        """Returns the last rows of a training text."""
+        """Returns the last `held_out` rows of a training text."""
         format = self.config.sets[name].format
         if isinstance(format, AudioFormat):
             return self._eval_set(name, title, train, held_out, 0, last_rows=held_out)
         first = _first_held_out_chunk(train.stream, self.seq_len, held_out) * self.seq_len
-        # The ledger counts only full parts, so the documents of these rows are counted from their tokens.
+        # The ledger only has counts for full parts, so the documents of these rows are counted from their tokens.
         mask = train.stream.loss_mask
         ends_T = (
             train.stream.read_from(first) == self.tokenizer.eos_id
@@ -180,7 +180,7 @@ class RowBuilder:
                 title, cache.stream, self.seq_len, self.tokenizer, audio_rows.num_rows, tags=tags, audio_rows=audio_rows
             )
         plain = isinstance(config.format, TextFormat) and not isinstance(config.source, PrebuiltCache)
-        # For tokens in a user's file, the ledger counts the bytes of the ids.
+        # For tokens that stay in a user's file, the ledger counts the bytes of the ids.
         plain = plain and not cache.ledger.places
         make = EvalSet
         if self.config.packing_of(name) == "best_fit":
@@ -191,7 +191,7 @@ class RowBuilder:
             self.seq_len,
             self.tokenizer,
             documents,
-            # Templates of other formats add text.
+            # The templates of other formats add text to the documents.
             text_bytes=sum(cache.ledger.text_bytes) if plain and not first else None,
             tags=tuple(config.tags),
             is_text=not isinstance(config.format, IdsFormat),
@@ -201,7 +201,7 @@ class RowBuilder:
 
 @dataclass
 class PendingEvalSet:
-    """A held-out set that is still being tokenised; reads wait until it is complete."""
+    """A held-out set that is still being tokenised. Reads wait until it is complete."""
 
     name: str
     cache: OpenCache
@@ -212,10 +212,10 @@ class PendingEvalSet:
     growing = True
 
     def missing_tokens(self) -> MissingTokens | None:
-        """Returns the missing tokens; None if the set is complete.
+        """Describes the tokens that are still missing; None if the set is complete.
 
         Raises:
-            UserError: if they will never come because their build failed.
+            UserError: if they will never arrive because their build failed.
         """
         if self.cache.finished:
             return None
@@ -224,11 +224,11 @@ class PendingEvalSet:
 
     @property
     def token_bytes(self) -> np.ndarray | None:
-        """See `EvalSet`; waits until the set is complete."""
+        """See `EvalSet`. Waits until the set is complete."""
         return self.wait_until_complete().token_bytes
 
     def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> Iterator[Batch]:
-        """Waits until the set is complete, and returns its batches; see `EvalSet.batches`."""
+        """Waits until the set is complete, and returns its batches. See `EvalSet.batches`."""
         return self.wait_until_complete().batches(batch_size, rows=rows, max_batches=max_batches)
 
     def wait_until_complete(self) -> EvalSet:
@@ -240,12 +240,12 @@ class PendingEvalSet:
 
 
 def _num_final_chunks(stream: TokenStream, seq_len: int, held_out: int | None) -> int:
-    """Counts the chunks certain to be trained on, regardless of later text: chunks with all targets, not held out."""
-    # The last target of a chunk is one token past its end. The last chunks so far are excluded, as they may be held
-    # out at the end.
+    """Returns the number of chunks that are certain to be trained on, regardless of what text follows."""
+    # A chunk is complete once the token after its end, which is its last target, exists. The last `held_out` chunks so
+    # far do not count, since they may turn out to be held out.
     return max((len(stream) - 1) // seq_len if held_out is None else len(stream) // seq_len - held_out, 0)
 
 
 def _first_held_out_chunk(stream: TokenStream, seq_len: int, count: int) -> int:
-    """Returns the first of the last `count` chunks of a stream; the last chunk may be short."""
+    """Returns the number of the first of the last `count` chunks of a stream. The last chunk may be short."""
     return -(-len(stream) // seq_len) - count

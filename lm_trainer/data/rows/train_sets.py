@@ -1,4 +1,4 @@
-"""Training sets of a configuration, and their combined order."""
+"""The training sets of a configuration, and the order that combines them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from lm_trainer.data.tokenize.open_cache import OpenCache
 
 
 class TrainSets:
-    """The trained sets, as far as they are final, and the rules for combining them.
+    """The sets to train on, as far as they are final, and the rules for combining them.
 
     Args:
         config: the `data` section.
-        row_builder: splits caches into rows.
-        caches: every cache by `NAME/train` and `NAME/validation`.
+        row_builder: the builder that splits caches into rows.
+        caches: every cache, keyed by `NAME/train` and `NAME/validation`.
     """
 
     def __init__(self, config: DataConfig, row_builder: RowBuilder, caches: Mapping[str, OpenCache]):
         self._config, self._row_builder = config, row_builder
         self.caches = {name: caches[f"{name}/train"] for name in config.trained}
-        # Final sets are cached, because a packing plan takes long to compute.
+        # Final sets are cached, because a packing plan takes a long time to compute.
         self._final: dict[str, TrainSet] = {}
 
     def current_sets(self) -> list[TrainSet]:
@@ -49,7 +49,7 @@ class TrainSets:
 
     @property
     def waits_for_all(self) -> str | None:
-        """The setting that makes the first batch wait for all training text; None if the first text is enough."""
+        """The setting that makes the first batch wait for all training text; None if no setting does."""
         config = self._config
         if config.exclude:
             return "data.exclude"
@@ -64,31 +64,31 @@ class TrainSets:
 
     @property
     def needs_all(self) -> bool:
-        """True if every set must be complete before the first row: its end decides its packing or the data's length."""
+        """True if every set must be complete before the first row, as its end decides its packing or the data's end."""
         config = self._config
         if config.exclude or config.features_shape is not None:
             return True
         return config.stop_strategy != "restart" or config.packed
 
     def train_order(self, schedule: BatchSchedule) -> TrainOrder:
-        """Returns the rows of a run with these batch sizes by position, as far as they are final."""
+        """Returns the rows of a run with these batch sizes in order, as far as they are final."""
         sets = []
         for train in self.current_sets():
             batches = self._config.value_for_set(self._config.max_train_batches, train.name)
-            # Without a limit, one row more than exist: a growing set never reaches it, so it does not become final.
+            # Without a limit, asks for one row more than exist, which a growing set never reaches, so it is not final.
             max_rows = train.num_rows + 1 if batches is None else batches * schedule.at(0)
             reached = train.num_rows >= max_rows
             sets.append(replace(train, num_rows=min(train.num_rows, max_rows), final=train.final or reached))
-        # Weights change at steps, but the mixture counts rows.
+        # Weights change at given steps, but the mixture counts rows.
         mixture = Mixture([(schedule.rows_before(step), shares) for step, shares in self._config.stages])
         final = all(train.final for train in sets)
         return TrainOrder(sets, mixture, self._order_length(sets, mixture) if final else None)
 
     def order_for_steps(self, schedule: BatchSchedule, steps: range) -> TrainOrder:
-        """Returns the order; a final order must be long enough for these steps.
+        """Returns the order of training. If it is final, it must be long enough for these steps.
 
         Raises:
-            UserError: if the data end earlier by `data.stop_strategy`.
+            UserError: if the data end earlier according to `data.stop_strategy`.
         """
         order = self.train_order(schedule)
         max_steps = num_full_steps(order, schedule)
@@ -106,16 +106,16 @@ class TrainSets:
             return None
         draws = [train.num_rows * (config.value_for_set(config.epochs, train.name) or 1) for train in sets]
         if config.stop_strategy == "first_exhausted":
-            # The first position that would draw from an exhausted set.
+            # For each set, the first position that would draw from it after it is exhausted.
             ends = [mixture.position_of_draw(index, count) for index, count in enumerate(draws)]
             return min((end for end in ends if end is not None), default=sys.maxsize)
-        # The position after the last set's last draw; if the weights never exhaust a set, the data are endless.
+        # The data end after the last draw of the last set to be exhausted, or never if the weights never exhaust a set.
         last_positions = [mixture.position_of_draw(index, count - 1) for index, count in enumerate(draws)]
         return None if None in last_positions else max(last + 1 for last in last_positions if last is not None)
 
 
 def num_full_steps(order: TrainOrder, schedule: BatchSchedule) -> int | None:
-    """Returns the number of full batches until the order ends; None if it is endless or not final."""
+    """Returns the number of full batches before the order ends; None if it is endless or not final."""
     if order.length is None:
         return None
     # Each step has at least one row, so the number of rows bounds the number of steps.

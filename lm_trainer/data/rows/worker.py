@@ -1,4 +1,4 @@
-"""Worker processes of Grain, which end with their parent process, however it ends."""
+"""Worker processes of Grain, which end with their parent process no matter how it ends."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import grain
 from grain.multiprocessing import SharedMemoryArray
 
 _BUFFER_SIZE = 2
-"""Batches buffered per process."""
+"""Number of batches buffered per process."""
 _POLL_SECONDS = 1.0
 
 
 def read_in_processes(dataset: grain.IterDataset, processes: int) -> grain.IterDataset:
-    """Returns an `IterDataset` with elements made by worker processes, in the same order."""
+    """Returns an `IterDataset` with the same elements in the same order, made by worker processes."""
     from absl import flags
 
     # Grain reads its own flags, which only absl programs parse.
@@ -29,24 +29,24 @@ def read_in_processes(dataset: grain.IterDataset, processes: int) -> grain.IterD
 def free_shared_memory() -> None:
     """Frees the memory of all unreferenced batches, including batches of closed iterators.
 
-    Grain frees it in a thread, which is killed at the end of a program before it is done: Python would then warn of a
-    leak.
+    Grain frees the memory in a thread, which is killed at the end of a program before it is done. Python would then
+    warn of a leak.
     """
     pool = getattr(SharedMemoryArray, "_del_thread_pool", None)
     if pool is not None:
-        # Grain iterators are in reference cycles, and hold their last element.
+        # Grain iterators are part of reference cycles, and hold their last element.
         gc.collect()
         # The pool has a single thread, so this call runs last.
         pool.apply(int)
 
 
 class EndWithParent:
-    """Initialisation of a Grain worker: starts a thread to end the worker once its parent is gone.
+    """Initialises a Grain worker: starts a thread that ends the worker once its parent is gone.
 
-    A parent killed outright does not end its daemons, and a worker would wait for it forever.
+    A parent that is killed by SIGKILL does not end its daemons, and its workers would wait for it forever.
 
     Args:
-        parent: the process that reads.
+        parent: process id of the reading process.
     """
 
     def __init__(self, parent: int):
@@ -54,7 +54,7 @@ class EndWithParent:
 
     def __call__(self, index: int, count: int) -> None:
         del index, count
-        # Skipped in the parent itself, where Grain calls it for a dataset without workers.
+        # Skipped in the parent itself, where Grain calls this function for a dataset without workers.
         if os.getpid() != self._parent:
             threading.Thread(target=self._exit_with_parent, daemon=True).start()
 

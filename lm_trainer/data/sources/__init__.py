@@ -1,4 +1,4 @@
-"""Sources of documents. To add a source: one file, one line in the union."""
+"""Sources of documents. To add a source, write one file and add one line to the union."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ _FILE_SOURCES = [source for source in SOURCES if issubclass(source, FileSource)]
 
 
 def list_shards(split: Split, urls: Sequence[str], text_key: str, fields: tuple[str, ...] = ()) -> list[Shard]:
-    """Lists the shards of files in order; every file is read by the source for its suffix.
+    """Lists the shards of files, in order. Each file is read by the source that its suffix selects.
 
     Raises:
-        UserError: for missing files, an unknown suffix (lists the known ones), a glob with files of several sources,
-            and a mixture of token files and text files.
+        UserError: if files are missing, a suffix is unknown (lists the known ones), a glob matches files of several
+            sources, or token files and text files are mixed.
     """
     matches = [
         (_find_source(name, files, split), file)
         for name, files in match_files(urls, f"data.{split}_urls")
         for file in files
     ]
-    # A cache either holds all of its tokens, or refers to token files for all of them.
+    # A cache either holds all of its tokens itself, or refers to token files for all of them.
     tokens = [file.name for source, file in matches if issubclass(source, TokenFileSource)]
     if 0 < len(tokens) < len(matches):
         raise UserError(
@@ -93,7 +93,7 @@ def list_source_shards(
     """Lists the shards of a source, and checks that it can provide the requested fields.
 
     Raises:
-        UserError: if fields are requested, but its rows are bare text.
+        UserError: if fields are requested, but the rows of the source are bare text.
     """
     _check_fields(type(source), urls[0] if urls else "this source", fields)
     return source.shards(split, urls, text_key, fields)

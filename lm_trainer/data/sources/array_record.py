@@ -1,4 +1,4 @@
-"""ArrayRecord files, the native format of Grain: byte records with random access."""
+"""ArrayRecord files, Grain's native format of byte records with random access."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ArrayRecordFiles(FileSource):
 
 @dataclass(frozen=True)
 class ArrayRecordShard(FileShard):
-    """Some files, in order; a row is a record."""
+    """One or more files, in order. Each row is a record."""
 
     content: Literal["json", "text"] = field(kw_only=True)
 
@@ -70,7 +70,7 @@ class ArrayRecordShard(FileShard):
 
 
 def _open_reader(file: File) -> tuple[ArrayRecordReader, int]:
-    """Opens a file and counts its records."""
+    """Opens a file, and returns its reader and the number of its records."""
     try:
         from array_record.python.array_record_module import ArrayRecordReader
     except ImportError:

@@ -18,7 +18,7 @@ _MAGIC = b"ARROW1"
 
 
 class ArrowFiles(FileSource):
-    """Arrow IPC files and streams, including Feather version 2; the document is in the column `data.text_key`."""
+    """Arrow IPC files and streams, including Feather version 2. The document is in the column `data.text_key`."""
 
     type: Literal["arrow"] = "arrow"
 
@@ -29,7 +29,7 @@ class ArrowFiles(FileSource):
 
 
 class ArrowShard(FileShard):
-    """Some files, in order; a row is a row of the table."""
+    """One or more files, in order. Each row is a row of the table."""
 
     def reader_identity(self) -> dict[str, object]:
         return {"type": "arrow"}
@@ -48,13 +48,13 @@ class ArrowShard(FileShard):
 
 
 def _iter_batches(file: File, stream: IO[bytes], columns: Sequence[str]) -> Iterator[pyarrow.RecordBatch]:
-    """Yields small record batches; decodes only the requested columns."""
+    """Yields small record batches, and decodes only the requested columns."""
     import pyarrow
 
     try:
         schema = _open_arrow(stream, None).schema
         check_columns(file, schema, columns)
-        # For a nested field, read its full column.
+        # To read a nested field, its full column is read.
         roots = {column if column in schema.names else column.partition(".")[0] for column in columns}
         reader = _open_arrow(stream, sorted(schema.get_field_index(root) for root in roots))
         indexed = hasattr(reader, "get_batch")
@@ -70,10 +70,10 @@ def _iter_batches(file: File, stream: IO[bytes], columns: Sequence[str]) -> Iter
 def _open_arrow(
     stream: IO[bytes], columns: list[int] | None
 ) -> pyarrow.RecordBatchFileReader | pyarrow.RecordBatchStreamReader:
-    """Opens an Arrow file, or an Arrow stream if the file magic is missing, for some columns; None means all."""
+    """Opens the given columns (None means all) of an Arrow file, or of an Arrow stream if the file magic is missing."""
     import pyarrow.ipc
 
-    # Without Arrow's threads: a process that exits while an Arrow thread holds `stream` aborts.
+    # Arrow's threads are off, because a process that exits while an Arrow thread holds `stream` aborts.
     options = pyarrow.ipc.IpcReadOptions(use_threads=False, included_fields=columns)
     stream.seek(0)
     is_file = stream.read(len(_MAGIC)) == _MAGIC

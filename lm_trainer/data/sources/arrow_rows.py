@@ -1,4 +1,4 @@
-"""Rows of Arrow tables, for all sources that read Arrow data."""
+"""Converts Arrow tables to rows, for all sources that read Arrow data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def iter_batch_rows(
 
 
 def translate_arrow_error(file: File, error: Exception) -> Exception:
-    """Converts an Arrow error to the error to raise: an unreadable file is not always damaged."""
+    """Converts an Arrow error to the error to raise, since an unreadable file is not always damaged."""
     import pyarrow
 
     if isinstance(error, MemoryError):
@@ -46,7 +46,7 @@ def translate_arrow_error(file: File, error: Exception) -> Exception:
             f"{file.url} is written in a way that pyarrow does not read: {error}; write it again, with another "
             "compression or in smaller row groups"
         )
-    # Disk and server errors have an errno or a specific type; errors of Arrow's decoders have neither.
+    # Disk and server errors have an errno or a specific type. Errors of Arrow's decoders have neither.
     if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
         return error
     return damage_error(file, error)
@@ -82,7 +82,10 @@ def _has_column(schema: pyarrow.Schema, column: str) -> bool:
 
 
 def _texts_or_records(batch: pyarrow.RecordBatch) -> list[object]:
-    """Returns the text of every row of a single-column batch; the record for rows without text, like `_to_records`."""
+    """Returns the text of every row of a single-column batch.
+
+    A row without text becomes a record as in `_to_records`.
+    """
     # A list of values is much cheaper than a list of single-item mappings.
     try:
         values = batch.column(0).to_pylist() if batch.num_columns == 1 else None
@@ -98,7 +101,7 @@ def _to_records(batch: pyarrow.RecordBatch) -> list[object]:
     try:
         return batch.to_pylist()
     except UnicodeDecodeError:
-        # Arrow does not report which row is invalid UTF-8, so convert row by row.
+        # Arrow does not report which row is invalid UTF-8, so rows are converted one by one.
         return [_to_record(batch.slice(index, 1)) for index in range(batch.num_rows)]
 
 

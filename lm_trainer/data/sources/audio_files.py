@@ -1,4 +1,4 @@
-"""Audio files with text files of the same name, in folders or tar archives."""
+"""Audio files, each with a text file of the same name, in folders or tar archives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ARCHIVE = ".tar"
 
 
 class AudioFiles(FileSource):
-    """Recordings with their texts in `.txt` files of the same name, or tar archives of both.
+    """Recordings whose texts are in `.txt` files of the same name, or tar archives of both.
 
     For use with `data.format: {type: audio}`. For a list of recordings, use `jsonl`.
     """
@@ -51,14 +51,14 @@ class _RecordingWithText(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordingShard:
-    """Some recordings, in order; a row is a recording."""
+    """One or more recordings, in order. Each row is a recording."""
 
     pairs: tuple[_RecordingWithText, ...]
     fields: tuple[str, ...]
 
     @property
     def files(self) -> tuple[File, ...]:
-        """All files; none of them may change while the shard is read."""
+        """All files of the shard, none of which may change while the shard is read."""
         return tuple(file for pair in self.pairs for file in (pair.text, pair.recording) if file is not None)
 
     @property
@@ -87,7 +87,7 @@ class RecordingShard:
 
 @dataclass(frozen=True)
 class ArchiveShard:
-    """A tar archive of recordings, each next to its text; a row is a recording."""
+    """A tar archive of recordings, each next to its text. Each row is a recording."""
 
     file: File
     fields: tuple[str, ...]
@@ -123,7 +123,7 @@ class ArchiveShard:
     def _iter_samples(self) -> Iterator[tuple[str, bytes | str | None, bytes | None]]:
         """Yields (name without ending, recording, text) for consecutive files with the same name.
 
-        If a name has several recordings, the recording is an error message.
+        If a name has several recordings, an error message is yielded instead of the recording.
         """
         name, contents, endings = None, dict[bool, bytes](), list[str]()
 
@@ -149,7 +149,7 @@ class ArchiveShard:
 
 
 def _refuse_shared_texts(recordings: Sequence[File]) -> None:
-    """Raises `UserError` for two recordings with the same text file."""
+    """Raises `UserError` if two recordings have the same text file."""
     recording_by_stem: dict[str, File] = {}
     for recording in recordings:
         stem = os.path.splitext(recording.name)[0]

@@ -1,4 +1,7 @@
-"""Base of sources: numbered shards of numbered rows, identical on every machine and in every run."""
+"""Base classes of sources.
+
+A source is a list of shards of numbered rows, identical on every machine and in every run.
+"""
 
 import re
 from abc import ABC, abstractmethod
@@ -19,16 +22,16 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Row(NamedTuple):
-    """A document, or a piece of a document too large to be encoded at once."""
+    """A document, or a piece of a document that is too large to be encoded at once."""
 
     number: int
-    """Index of the physical row in the shard, from 0, counting empty and bad rows, so that a build can resume at it."""
+    """Index of the physical row in the shard, from 0. Empty and bad rows count, so that a build can resume here."""
     where: str
     """`file` or `file:line`, for error messages."""
     text: str
     ends_document: bool = True
     record: Mapping[str, Any] | None = None
-    """The requested fields, if the format reads more than text; `text` is empty in this case."""
+    """The requested fields, if the format reads more than text. In this case, `text` is empty."""
 
 
 class BadRow(NamedTuple):
@@ -41,16 +44,16 @@ class BadRow(NamedTuple):
 
 
 class Shard(Protocol):
-    """Part of a source, read by one process from its first to its last row. Picklable."""
+    """A part of a source, which one process reads from its first to its last row. Picklable."""
 
     @property
     def size(self) -> int:
-        """Stored bytes; the compressed size for compressed files."""
+        """Number of stored bytes, which is the compressed size for compressed files."""
         ...
 
     @property
     def text_size(self) -> int | None:
-        """Bytes of text; None if unknown before reading (compressed files)."""
+        """Number of bytes of text; None if it is unknown until the text is read (compressed files)."""
         ...
 
     def identity(self) -> dict[str, Any]:
@@ -58,10 +61,10 @@ class Shard(Protocol):
         ...
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
-        """Yields the rows, starting with number `start`.
+        """Yields the rows, starting with row number `start`.
 
         Raises:
-            UserError: if a file vanished, is damaged (a truncated gzip), or cannot be opened.
+            UserError: if a file has vanished, is damaged (for example a truncated gzip), or cannot be opened.
         """
         ...
 
@@ -72,7 +75,7 @@ class SourceConfig(Config):
     takes_urls: ClassVar[bool] = True
     """True if the source reads `data.train_urls` and `data.validation_urls`."""
     has_fields: ClassVar[bool] = True
-    """True if its rows are records, so that a format can read several fields."""
+    """True if the rows of the source are records, so that a format can read several fields."""
 
     @abstractmethod
     def shards(
@@ -82,9 +85,9 @@ class SourceConfig(Config):
 
         Args:
             split: the split.
-            urls: the files, for sources that read files.
-            text_key: the field of a record with the document, or a template with several fields: see `fields.py`.
-            fields: if given, rows have these fields of each record, and no text.
+            urls: paths or URLs of the files, for sources that read files.
+            text_key: name of the record field with the document, or a template with several fields. See `fields.py`.
+            fields: if not empty, rows have these fields of each record, and no text.
 
         Raises:
             UserError: if files are missing or the source is empty.
@@ -95,7 +98,7 @@ class FileSource(SourceConfig):
     """Base of sources that read the files in `data.train_urls` and `data.validation_urls`."""
 
     suffixes: ClassVar[tuple[str, ...]] = ()
-    """File endings, without a compression suffix, that select this source if the configuration names none."""
+    """File name endings, without a compression suffix, that select this source if the configuration names no source."""
     reads_archives: ClassVar[bool] = False
     """True if files may be tar archives."""
 
@@ -109,12 +112,12 @@ class FileSource(SourceConfig):
 
     @abstractmethod
     def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
-        """Lists the shards of existing files, in order; see `shards` for the other arguments."""
+        """Lists the shards of existing files, in order. See `shards` for the other arguments."""
 
 
 @dataclass(frozen=True)
 class FileShard(ABC):
-    """Base of shards of records in some files, in order."""
+    """Base of shards whose rows are the records of one or more files, in order."""
 
     files: tuple[File, ...]
     text_key: str
@@ -135,7 +138,7 @@ class FileShard(ABC):
 
     @abstractmethod
     def reader_identity(self) -> dict[str, object]:
-        """Returns JSON of everything except the files that determines the records: at least the source `type`."""
+        """Returns JSON of everything that determines the records, except the files; at least the source `type`."""
 
     def identity(self) -> dict[str, object]:
         keys = {"fields": list(self.fields)} if self.fields else {"text_key": self.text_key}
@@ -155,7 +158,7 @@ def refuse_archive(file: File, split: Split, *, reads_archives: bool) -> None:
 
 
 def read_record(value: object, text_key: str, fields: tuple[str, ...]) -> Row | BadRow:
-    """Converts a record to a row, still without its location; see `SourceConfig.shards` for the arguments."""
+    """Converts a record to a row without a location. See `SourceConfig.shards` for the arguments."""
     required = fields or field_names(text_key)
     if not isinstance(value, Mapping):
         names = " and ".join(repr(name) for name in required)
@@ -183,7 +186,7 @@ def full_text(row: Row) -> str:
 
 def _iter_strings(value: object) -> Iterator[str]:
     """Yields every string in a record, in order."""
-    # Not recursive: JSON may be nested deeper than Python's recursion limit.
+    # Not recursive, because JSON may be nested deeper than Python's recursion limit.
     left = [value]
     while left:
         value = left.pop()
@@ -207,7 +210,7 @@ def replace_surrogates(text: str) -> str:
 
 
 def make_bad_row(reason: str) -> BadRow:
-    """Makes a bad row; its number and location are filled in later."""
+    """Makes a bad row, whose number and location are filled in later."""
     return BadRow(0, "", reason)
 
 

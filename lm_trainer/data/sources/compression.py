@@ -1,4 +1,4 @@
-"""Compressed files: the table of their file name endings for all sources, and opening them."""
+"""Compressed files: maps file name endings to compressions, for all sources, and opens zip archives."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ COMPRESSIONS = {
 """The fsspec compression name for each file ending."""
 
 UNPACKED = ", ".join(COMPRESSIONS)
-"""Endings of the supported compressed files, for messages."""
+"""File name endings of the supported compressions, for messages."""
 
-# Unsupported compressions and archives. If `data.source.type` is set, their bytes would be read as text.
+# Unsupported compressions and archives, whose bytes would otherwise be read as text if `data.source.type` is set.
 _NOT_UNPACKED = (".lz4", ".lz", ".lzo", ".br", ".sz", ".snappy", ".z", ".7z", ".rar", ".tgz", ".tbz2", ".txz")
 
 
 def find_compression(url: str) -> str | None:
-    """Returns the fsspec compression name for a path or URL, by its ending; None for a plain file."""
+    """Returns the fsspec compression name that matches the ending of a path or URL; None for a plain file."""
     return COMPRESSIONS.get(_extension(_file_name(url)))
 
 
 def file_suffix(url: str) -> str:
-    """Returns the lower-case extension below a compression: `.jsonl` for `x.JSONL.gz`."""
+    """Returns the lower-case extension that precedes any compression suffix: `.jsonl` for `x.JSONL.gz`."""
     name = _file_name(url)
     ending = _extension(name)
     return _extension(name.removesuffix(ending)) if ending in COMPRESSIONS else ending
 
 
 def unpacking_problem(url: str) -> str | None:
-    """Explains why a file cannot be unpacked, with advice; None if it can be unpacked or is a plain file."""
+    """Explains why a file cannot be unpacked, and what to do; None if it can be unpacked or is a plain file."""
     ending = file_suffix(url)
     if ending in COMPRESSIONS:
         return f"is packed twice ({''.join(_last_extensions(url))}); unpack it once"
@@ -74,9 +74,9 @@ def open_zip(stored: IO[bytes], name: str) -> Iterator[IO[bytes]]:
 
 
 def _file_name(url: str) -> str:
-    """Returns the lower-case name of the file at the end of a path or URL, without a query."""
+    """Returns the lower-case name of the file at the end of a path or URL, without the query."""
     if "://" in url:
-        # In a chained URL, the first link with a path is the file to read; the other links locate it.
+        # In a chained URL, the first link with a path is the file to read, and the other links locate it.
         links = [link for link in url.split("::") if not link.endswith("://") and "://" in link]
         url = (links or [url])[0].split("?")[0]
     return url.lower().rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""CSV and TSV files: a row is a record; the first row names the fields."""
+"""CSV and TSV files. Each row is a record, and the first row names the fields."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _NO_UTF8 = re.compile("[\udc80-\udcff]")
 
 
 class CsvFiles(FileSource):
-    """CSV and TSV files in UTF-8; the document is in the column `data.text_key`.
+    """CSV and TSV files in UTF-8. The document is in the column `data.text_key`.
 
-    Quoted fields may contain separators, line ends and doubled quotes.
+    A quoted field may contain separators, line ends and doubled quotes.
     """
 
     type: Literal["csv"] = "csv"
     delimiter: str | None = None
-    """The character between fields; by default a tab for `.tsv` files, else a comma."""
+    """The character between fields. By default, it is a tab for `.tsv` files, and a comma for others."""
     columns: list[str] | None = None
-    """Names of the columns, for files without a header row."""
+    """Names of the columns, for files that have no header row."""
     quotes: bool = True
     """False for files in which `"` is an ordinary character."""
 
@@ -49,7 +49,7 @@ class CsvFiles(FileSource):
 
 @dataclass(frozen=True)
 class CsvShard(FileShard):
-    """Some files, in order; a row is a record."""
+    """One or more files, in order. Each row is a record."""
 
     dialect: CsvFiles = field(kw_only=True)
 
@@ -69,7 +69,7 @@ class CsvShard(FileShard):
     def _to_row(self, record: dict[str, str]) -> Row | BadRow:
         row = read_record(record, self.text_key, self.fields)
         read = "".join((row.record or {}).values()) + row.text if isinstance(row, Row) else ""
-        # The regular expression runs only on non-ASCII text; an invalid byte makes the text non-ASCII.
+        # The regular expression runs only on non-ASCII text, which includes any text with an invalid byte.
         if not read.isascii() and _NO_UTF8.search(read):
             return make_bad_row("invalid UTF-8")
         return row

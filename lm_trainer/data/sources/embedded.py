@@ -1,4 +1,4 @@
-"""Embedded corpus, included in every Python installation: the standard library and the language reference."""
+"""The embedded corpus, which every Python installation includes: the standard library and the language reference."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class LibraryDocument(NamedTuple):
 
 
 class Embedded(SourceConfig):
-    """Text that needs no network or download: the modules of the running Python and its language reference.
+    """Text that requires no network or download: the modules of the running Python and its language reference.
 
-    About 12 MB. About 5 % of the documents, selected by a hash of their names, are the validation set.
+    It has about 12 MB. About 5 % of the documents, selected by a hash of their names, are the validation set.
     """
 
     type: Literal["embedded"] = "embedded"
     max_bytes: int | None = Field(default=None, ge=1 << 16)
-    """Approximate number of bytes to use, selected by a hash of the documents' names; default: the full corpus."""
+    """Approximate number of bytes to use, selected by a hash of the documents' names; null means the full corpus."""
     validation_fraction: float = Field(default=0.05, gt=0, lt=1)
-    """Fraction of the documents held out for validation."""
+    """Fraction of the documents to hold out for validation."""
 
     takes_urls: ClassVar[bool] = False
     has_fields: ClassVar[bool] = False
@@ -52,7 +52,7 @@ class Embedded(SourceConfig):
         self, split: Split, urls: Sequence[str] = (), text_key: str = "text", fields: tuple[str, ...] = ()
     ) -> list[Shard]:
         del urls, text_key, fields
-        # Select by a hash of the name, so that a document keeps its split when other documents are added or removed.
+        # Selected by a hash of the name, so that a document keeps its split when other documents are added or removed.
         held_out = self.validation_fraction * 2**32
         documents, total = [], 0
         for document in sorted(list_library_documents(), key=lambda document: _hash_name(f"sample/{document.name}")):
@@ -69,7 +69,7 @@ class Embedded(SourceConfig):
 
 @dataclass(frozen=True)
 class EmbeddedShard:
-    """Some documents, sorted by name; a row is a document."""
+    """One or more documents, sorted by name. Each row is a document."""
 
     documents: tuple[LibraryDocument, ...]
 
@@ -119,7 +119,7 @@ def _library_root() -> Path:
 
 
 def _is_library_file(path: Path) -> bool:
-    """True if a path belongs to the library, without tests, installed packages and files generated for this machine."""
+    """Returns True for files of the library, except tests, installed packages and files generated for this machine."""
     if path.as_posix() == _TOPICS or path.name in _TEST_DIRECTORIES:
         return False
     return path.parts[0].removesuffix(".py") in sys.stdlib_module_names
@@ -143,7 +143,7 @@ def _read_bytes(name: str) -> bytes:
 
 
 def _read_topics() -> dict[str, str]:
-    """Returns the topics of the language reference by name; some distributions do not include them."""
+    """Returns the topics of the language reference by name. Some distributions do not include them."""
     try:
         return importlib.import_module("pydoc_data.topics").topics
     except ImportError:

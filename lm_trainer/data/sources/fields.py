@@ -1,4 +1,4 @@
-"""Fields of records: single fields, nested fields such as `a.b.c`, and templates that join several fields."""
+"""Reads single fields of records, nested fields such as `a.b.c`, and templates that join several fields."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from functools import lru_cache
 from typing import Any, Final
 
 MISSING: Final = object()
-"""Value of a missing field."""
+"""The value of a missing field."""
 
 
 def get_field(record: Mapping[str, object], name: str) -> Any:
-    """Returns the field of this name, or the nested field for a name such as `a.b.c`; MISSING if it does not exist."""
+    """Returns the field with this name, or the nested field for a name such as `a.b.c`; MISSING if there is none."""
     if name in record:
         return record[name]
     value: object = record
@@ -24,13 +24,13 @@ def get_field(record: Mapping[str, object], name: str) -> Any:
 
 
 def is_template(text_key: str) -> bool:
-    """True for a template such as `{title}: {body}`; False for the name of a field."""
+    """Returns True for a template such as `{title}: {body}`, and False for the name of a field."""
     return "{" in text_key or "}" in text_key
 
 
 @lru_cache(maxsize=64)
 def parse_template(template: str) -> tuple[tuple[str, str | None], ...]:
-    """Splits a template into pairs of a text and the field after it; the last field may be None.
+    """Splits a template into pairs of a text and the field that follows it. The last field may be None.
 
     Raises:
         ValueError: if the template is invalid or has no field.
@@ -49,16 +49,16 @@ def parse_template(template: str) -> tuple[tuple[str, str | None], ...]:
 
 @lru_cache(maxsize=64)
 def field_names(text_key: str) -> tuple[str, ...]:
-    """Names the fields used for the text of a record."""
+    """Returns the names of the fields that the text of a record uses."""
     if not is_template(text_key):
         return (text_key,)
     return tuple(dict.fromkeys(name for _, name in parse_template(text_key) if name))
 
 
 def record_text(record: Mapping[str, object], text_key: str) -> Any:
-    """Returns the text of a record with all fields of `field_names`; if a field is not a string, returns its value.
+    """Returns the text of a record with all fields of `field_names`. If a field is not a string, returns its value.
 
-    If all fields are empty, the text is empty, too, even if the template contains other text.
+    If all fields are empty, so is the text, even if the template contains other text.
     """
     if not is_template(text_key):
         return get_field(record, text_key)

@@ -1,4 +1,4 @@
-"""Files of a source: identifying them, opening them and grouping them into shards."""
+"""Identifies the files of a source, opens them, and groups them into shards."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SHARD_BYTES = 64 << 20
-"""Maximum stored bytes of a shard of several small files; a larger file is a separate shard."""
+"""Maximum number of stored bytes of a shard with several small files. A larger file is a separate shard."""
 
 _COPY_BYTES = 1 << 20
 
-# Keys with which file systems report the version of a file; the first available one is used. Hashes precede times.
+# Keys under which file systems report the version of a file. The first available key is used. Hashes precede times.
 _VERSION_KEYS = (
     "blob_id",
     "etag",
@@ -45,15 +45,15 @@ _VERSION_KEYS = (
 
 
 class File(NamedTuple):
-    """Existing file, with its size and version to detect changes."""
+    """An existing file, with its size and version to detect changes."""
 
     url: str
     size: int
     version: str
     download: bool = False
-    """True to copy a file of the Hugging Face hub into the hub cache before reading it."""
+    """True to copy a file from the Hugging Face hub to the hub cache before reading it."""
     local: bool = False
-    """True if `url` is a literal local path, even if it contains characters of globs, braces or URL chains."""
+    """True if `url` is a literal local path, even if it contains special characters of globs, braces or URL chains."""
 
     @property
     def compressed(self) -> bool:
@@ -61,7 +61,7 @@ class File(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The URL without credentials, safe to display and store."""
+        """The URL without credentials, which is safe to display and store."""
         return _display_url(self.url)
 
     @property
@@ -75,7 +75,7 @@ class File(NamedTuple):
         return {"url": self.name, "size": self.size, "version": self.version}
 
     def refresh(self) -> File:
-        """Returns the current state of the file; a URL that includes the version is not looked up.
+        """Returns the current state of the file. A URL that includes the version is not looked up.
 
         Raises:
             UserError: if the file no longer exists.
@@ -96,12 +96,12 @@ class File(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _display_url(url: str) -> str:
-    # Cached, since it is needed for every row, and a file may have millions.
+    # Cached, since it is needed for every row, and a file may have millions of rows.
     return without_credentials(url)
 
 
 def check_listed_url(url: str) -> str:
-    """Checks and returns the URL of a file from a listing.
+    """Checks the URL of a file that comes from a listing, and returns it.
 
     Raises:
         UserError: if fsspec would parse the name as a chain of URLs, which may lead anywhere.
@@ -114,7 +114,7 @@ def check_listed_url(url: str) -> str:
 
 
 def find_file_system(url: str, *, local: bool) -> tuple[AbstractFileSystem, str]:
-    """Returns the fsspec file system of `url`, and the path in it.
+    """Returns the fsspec file system of `url`, and the path within it.
 
     Args:
         url: a path or URL.
@@ -144,14 +144,14 @@ def look_up_file(filesystem: AbstractFileSystem, path: str, url: str) -> File:
 
 
 def is_file(url: str) -> bool:
-    """True if a URL is the path of a local file."""
+    """Returns True if a URL is the path of a local file."""
     return os.path.isfile(expand_home(url))
 
 
 def group_files(files: Sequence[File], shard_bytes: int = SHARD_BYTES) -> list[tuple[File, ...]]:
-    """Splits the list into runs of about `shard_bytes`.
+    """Splits the list of files into runs of about `shard_bytes`.
 
-    The result depends only on the files, never on the number of processes: shards are part of a cache's identity.
+    The result depends only on the files, never on the number of processes, since shards are part of a cache's identity.
     """
     groups: list[tuple[File, ...]] = []
     current: list[File] = []
@@ -168,7 +168,7 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
     """Opens the uncompressed bytes of a file.
 
     Raises:
-        UserError: if the file cannot be opened, or is found to be truncated or damaged while reading it.
+        UserError: if the file cannot be opened, or turns out to be truncated or damaged while it is read.
     """
     try:
         with _open_unpacked(file) as stream:
@@ -189,8 +189,8 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
             raise
         raise UserError(f"cannot read {file.url}: {error} (is the package for this compression installed?)") from None
     except Exception as error:
-        # Errors of optional packages, which cannot be imported here: igzip_lib unpacks gzip for fsspec, the others read
-        # http and hf URLs.
+        # Errors of optional packages, which cannot be imported here. igzip_lib unpacks gzip for fsspec, and the others
+        # read http and hf URLs.
         package = type(error).__module__.partition(".")[0]
         if package == "igzip_lib":
             raise damage_error(file, error) from None
@@ -203,7 +203,7 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def open_seekable(file: File) -> Iterator[IO[bytes]]:
-    """Opens the uncompressed bytes of a file for random access; unpacks a compressed file to a temporary file.
+    """Opens the uncompressed bytes of a file for random access. Unpacks a compressed file to a temporary file.
 
     Raises:
         UserError: see `open_binary`.
@@ -222,8 +222,8 @@ def open_seekable(file: File) -> Iterator[IO[bytes]]:
 @contextmanager
 def _open_unpacked(file: File) -> Iterator[IO[bytes]]:
     compression = find_compression(file.url)
-    # Not fsspec's decompressors, which do not notice files truncated between or inside of frames, and read only the
-    # first file of an archive.
+    # These replace fsspec's decompressors, which do not notice if a file is truncated between or inside frames, and
+    # read only the first file of an archive.
     if compression in ("zstd", "xz", "lzma", "bz2"):
         with _open_stored(file, None) as stream:
             yield open_frames(stream, compression, file.url)
@@ -236,7 +236,7 @@ def _open_unpacked(file: File) -> Iterator[IO[bytes]]:
 
 
 def _lacks_byte_ranges(error: ValueError) -> bool:
-    """True if the server does not support byte ranges; fsspec has no specific error type for this."""
+    """Returns True if the server does not support byte ranges. fsspec has no specific error type for this."""
     return any(words in str(error) for words in ("range requests", "Cannot seek streaming HTTP file"))
 
 
@@ -249,7 +249,7 @@ def _open_stored(file: File, compression: str | None) -> Any:
 
 
 def damage_error(file: File, error: Exception) -> UserError:
-    """Returns the error for a file found to be truncated or damaged while reading it."""
+    """Returns the error for a file that turned out to be truncated or damaged while it was read."""
     # A few extra bytes after a compressed file look like the start of another, truncated file.
     reason = f"truncated, or followed by something else ({error})" if isinstance(error, EOFError) else str(error)
     return UserError(
@@ -258,7 +258,7 @@ def damage_error(file: File, error: Exception) -> UserError:
 
 
 def _download_hub_file(url: str) -> str:
-    """Returns the path of `hf://datasets/NAME@COMMIT/PATH` in the hub cache; downloads it if necessary."""
+    """Returns the path of `hf://datasets/NAME@COMMIT/PATH` in the hub cache. Downloads the file if necessary."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -266,12 +266,12 @@ def _download_hub_file(url: str) -> str:
     commit, _, path = commit_and_path.partition("/")
     try:
         return hf_hub_download(name, path, repo_type="dataset", revision=commit)
-    except LocalEntryNotFoundError as error:  # a FileNotFoundError; means no answer and no copy
+    except LocalEntryNotFoundError as error:  # a FileNotFoundError, which means that there is no answer and no copy
         raise UserError(f"cannot read {url}: {error}") from None
 
 
 def total_text_size(files: Sequence[File]) -> int | None:
-    """Returns the bytes of text in plain files; None if any file is compressed."""
+    """Returns the number of bytes of text in plain files; None if any file is compressed."""
     return None if any(file.compressed for file in files) else sum(file.size for file in files)
 
 

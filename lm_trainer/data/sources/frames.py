@@ -1,4 +1,4 @@
-"""Files of one or more compressed frames, as byte streams that detect truncation."""
+"""Reads files of one or more compressed frames as byte streams that detect truncation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lm_trainer.core.errors import MachineError, UserError
 _CHUNK = 1 << 20
 
 _MAX_WINDOW = 1 << 31
-"""Largest window of zstd in bytes (`--long=31`). Memory is allocated only for the window size of the file."""
+"""Maximum window size of zstd in bytes (`--long=31`). Memory is allocated only for the window size of the file."""
 
 
 class DamagedFrames(Exception):
@@ -21,7 +21,7 @@ class DamagedFrames(Exception):
 
 
 class _Decompressor(Protocol):
-    """Decompressor of one frame."""
+    """A decompressor of one frame."""
 
     @property
     def eof(self) -> bool:
@@ -42,15 +42,15 @@ class _FrameFormat(NamedTuple):
     start: Callable[[], _Decompressor]
     """Returns a decompressor of one frame."""
     error: type[Exception]
-    """Error type of the decompressor."""
+    """Error type that the decompressor raises."""
     zeros: bool
-    """True if zeros may follow a frame: padding of xz, and the end of a tape."""
+    """True if zeros may follow a frame, as padding of xz or at the end of a tape."""
 
 
 def open_frames(stored: IO[bytes], compression: str, name: str) -> IO[bytes]:
-    """Opens the unpacked bytes of all frames of `stored`; parallel compressors write many frames.
+    """Opens the unpacked bytes of all frames of `stored`, since parallel compressors write many frames.
 
-    Python's readers silently ignore all data from the first unreadable frame after a good one.
+    After a good frame, Python's readers silently ignore everything from the first unreadable frame on.
 
     Args:
         stored: the compressed bytes.
@@ -58,7 +58,7 @@ def open_frames(stored: IO[bytes], compression: str, name: str) -> IO[bytes]:
         name: name of the file, for messages.
 
     Raises:
-        UserError: if the package for it is missing.
+        UserError: if the package for the compression is missing.
     """
     return io.BufferedReader(_FrameReader(stored, _find_frame_format(compression, name), name), _CHUNK)  # pyright: ignore[reportReturnType]
 
@@ -77,7 +77,10 @@ def _find_frame_format(compression: str, name: str) -> _FrameFormat:
 
 
 class _FrameReader(io.RawIOBase):
-    """Unpacks all frames. Raises EOFError if the last frame is incomplete, DamagedFrames for bytes outside a frame."""
+    """Unpacks all frames.
+
+    Raises EOFError if the last frame is incomplete, and DamagedFrames for bytes outside a frame.
+    """
 
     def __init__(self, stored: IO[bytes], kind: _FrameFormat, name: str):
         self._stored, self._kind, self._name = stored, kind, name
@@ -97,7 +100,7 @@ class _FrameReader(io.RawIOBase):
         return count
 
     def _unpack_chunk(self) -> bool:
-        """Unpacks the next chunk; returns False at the end."""
+        """Unpacks the next chunk. Returns False at the end."""
         packed = self._packed or self._stored.read(_CHUNK)
         if not packed:
             if self._frame is not None:
@@ -119,7 +122,7 @@ class _FrameReader(io.RawIOBase):
         return True
 
     def _specific_error(self, error: Exception, begins: bool) -> Exception:
-        """Converts an error of a decompressor, whose package has a single type for all errors, to a specific one."""
+        """Converts an error of a decompressor, whose package has a single type for all errors, to a specific error."""
         text = str(error).lower()
         if "memory" in text:
             return self._memory_error(f" ({error})")

@@ -1,4 +1,4 @@
-"""Grain pipelines from a user-defined function: records to tokenise, or rows to train on."""
+"""Grain pipelines made by a user-defined function, which yield records to tokenise or rows to train on."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from lm_trainer.data.sources.base import (
 )
 
 _SHARD_RECORDS = 1 << 16
-"""Records per shard of a random-access dataset."""
+"""Number of records per shard of a random-access dataset."""
 _PROBED = 8
-"""Number of elements to read twice, spread over a dataset, or the first ones of a dataset without random access."""
+"""Number of elements to read twice. They are spread over a dataset, or its first ones if it has no random access."""
 
 
 class GrainPipeline(SourceConfig):
@@ -46,19 +46,19 @@ class GrainPipeline(SourceConfig):
 
     type: Literal["grain"] = "grain"
     factory: str
-    """The function: `package.module:function` of an installed package, or `path/to/file.py:function`."""
+    """The function, as `package.module:function` of an installed package or as `path/to/file.py:function`."""
     args: dict[str, Any] = {}
-    """Named arguments of the function."""
+    """Keyword arguments of the function."""
     validation_args: dict[str, Any] | None = None
-    """Named arguments for validation data, instead of `args`; null: no validation data."""
+    """Keyword arguments for validation data, used instead of `args`; null means no validation data."""
     elements: Literal["records", "rows"] = "records"
-    """`records` are texts, or objects with the fields named by `data.text_key` or `data.format`; they are tokenised
+    """`records` are texts or objects with the fields that `data.text_key` or `data.format` name. They are tokenised
     into the cache and shuffled like any text. `rows` are trained on unchanged, in the order of the pipeline: objects
     with `tokens` and `targets`, and optionally `weights`, `positions` and `segments`, of length `model.seq_len`; or
     with only `tokens`, of length `model.seq_len` + 1."""
     worker_processes: int = Field(default=0, ge=0)
-    """Number of Grain processes that make batches of the rows of a `MapDataset`, for pipelines limited by Python; 0:
-    threads of this process."""
+    """Number of Grain processes that make batches from the rows of a `MapDataset`, for pipelines limited by Python; 0
+    uses threads of this process."""
 
     takes_urls: ClassVar[bool] = False
 
@@ -81,7 +81,7 @@ class GrainPipeline(SourceConfig):
         length = identity["length"]
         if length == sys.maxsize:
             raise UserError(f"data.source.factory: {self.factory} repeats its records without end; leave repeat() out")
-        # A single shard if the length of the dataset is unknown.
+        # If the length of the dataset is unknown, there is a single shard.
         step = _SHARD_RECORDS if length is not None else 1
         ranges = [(first, min(first + step, length)) for first in range(0, length, step)] if length else [(0, None)]
         return [GrainShard(self, split, text_key, fields, identity, *bounds) for bounds in ranges]
@@ -147,7 +147,7 @@ def _load_file(path: str) -> ModuleType:
 
 
 def num_elements(dataset: object) -> int | None:
-    """Returns the number of elements; None if it is unknown before reading."""
+    """Returns the number of elements; None if it is unknown until the dataset is read."""
     import grain
 
     return len(dataset) if isinstance(dataset, grain.MapDataset) else None
@@ -169,7 +169,7 @@ def probe_dataset(source: GrainPipeline, split: Split) -> dict[str, Any]:
     elements = _sample_elements(first, lengths[0], source.factory)
     if not elements:
         raise UserError(f"data.source.factory: {source.factory} made a dataset without elements")
-    # In reverse order: an element must not depend on previously read elements.
+    # Read in reverse order, because an element must not depend on the elements read before it.
     second_elements = dict(_sample_elements(second, lengths[0], source.factory, backwards=True))
     for index, element in elements:
         if _hash_element(element) != _hash_element(second_elements.get(index)):
@@ -238,14 +238,14 @@ def _describe_difference(first: object, second: object) -> str:
 
 @dataclass(frozen=True)
 class GrainShard:
-    """Some records of a dataset; a row is an element."""
+    """A range of a dataset's records. Each row is an element."""
 
     source: GrainPipeline
     split: Split
     text_key: str
     fields: tuple[str, ...]
     dataset_identity: dict[str, Any]
-    """The identity of the full dataset: see `probe_dataset`."""
+    """The identity of the full dataset. See `probe_dataset`."""
     first: int = 0
     stop: int | None = None
 

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub: their files, found by split and read in place. No dataset scripts are run."""
+"""Datasets of the Hugging Face hub. Their files are found by split and read in place. No dataset scripts are run."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ _READERS: tuple[type[FileSource], ...] = (Parquet, JsonLines, ArrowFiles, CsvFil
 class HuggingFace(SourceConfig):
     """A dataset of the Hugging Face hub, with files in Parquet, JSON lines, Arrow, CSV or text format.
 
-    The files of a split are listed in the dataset card; without a list, the file names must contain the split name.
+    The files of a split are listed in the dataset card. If there is no list, file names must contain the split name.
     """
 
     type: Literal["huggingface"] = "huggingface"
     id: str
     """The name on the hub, such as `org/dataset`."""
     name: str | None = None
-    """The configuration (subset) of the dataset; by default its default configuration."""
+    """The configuration (subset) of the dataset; null means its default configuration."""
     revision: str | None = None
-    """Branch, tag or commit; default: `main`. A branch is resolved to its commit, which is recorded in the cache."""
+    """Branch, tag or commit; null means `main`. A branch is resolved to its commit, which is recorded in the cache."""
     stream: bool = True
-    """Read over the network while tokenising; `false` downloads every file to the hub cache first."""
+    """Reads files over the network while tokenising; `false` first downloads every file to the hub cache."""
     splits: list[str] = Field(default=["train", "validation"], min_length=1, max_length=2)
     """The split for training and, optionally, the split for validation."""
 
@@ -80,7 +80,7 @@ class HuggingFace(SourceConfig):
 
 
 _CardConfig = dict[str, Any]
-"""A configuration of a dataset card: `config_name`, `data_files`, `default`."""
+"""A configuration of a dataset card, with `config_name`, `data_files` and `default`."""
 
 
 class _Repository(NamedTuple):
@@ -89,9 +89,9 @@ class _Repository(NamedTuple):
     id: str
     commit: str
     sizes: dict[str, int]
-    """Bytes of every file."""
+    """Size in bytes of every file, keyed by path."""
     configs: list[_CardConfig]
-    """The configurations listed in the dataset card."""
+    """The configurations that the dataset card lists."""
 
     def make_file(self, path: str, *, download: bool) -> File:
         url = check_listed_url(f"hf://datasets/{self.id}@{self.commit}/{check_relative_path(path, self.id)}")
@@ -108,7 +108,7 @@ class _Repository(NamedTuple):
             split_name: [path for path in readable if _has_split_name(path, split_name)]
             for split_name in {*_ALIASES, split}
         }
-        # If no file name contains a split name, all files are the train split.
+        # If no file name contains a split name, all files belong to the train split.
         if not any(by_split.values()):
             return readable if split == "train" else []
         return by_split[split]

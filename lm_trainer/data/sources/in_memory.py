@@ -1,4 +1,4 @@
-"""Documents passed from Python as a list."""
+"""Documents that are passed from Python as a list."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MemoryDocument = str | dict[str, Any]
 
 
 class InMemory(SourceConfig):
-    """List of documents: texts, or objects with the fields named by `data.text_key` or `data.format`."""
+    """A list of documents, which are texts or objects with the fields named by `data.text_key` or `data.format`."""
 
     type: Literal["memory"] = "memory"
     train: list[MemoryDocument] = Field(min_length=1)
@@ -36,7 +36,7 @@ class InMemory(SourceConfig):
 
 @dataclass(frozen=True)
 class MemoryShard:
-    """All documents of a split; a row is a document."""
+    """All documents of a split. Each row is a document."""
 
     documents: tuple[MemoryDocument, ...]
     text_key: str

@@ -1,4 +1,4 @@
-"""JSON files: one object per line, or one array of objects."""
+"""JSON files, which have one object per line or one array of objects."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _BLOCK_BYTES = 1 << 20
 _BOM = b"\xef\xbb\xbf"
 
 _COMMON_DEPTH = 256
-"""Nesting that both decoders can read; they have different limits for deeper nesting."""
+"""Depth of nesting that both decoders can read. Beyond it, their limits differ."""
 
 
 class JsonLines(FileSource):
-    """Files with one JSON object per line; the document is in the field `data.text_key`.
+    """Files with one JSON object per line. The document is in the field `data.text_key`.
 
     A `.json` file may also be a single array of such objects, which is loaded into memory.
     """
@@ -38,7 +38,7 @@ class JsonLines(FileSource):
 
 
 class JsonShard(FileShard):
-    """Some files, in order; a row is a line, or an item of an array."""
+    """One or more files, in order. Each row is a line, or an item of an array."""
 
     @property
     def text_size(self) -> int | None:
@@ -96,7 +96,7 @@ class JsonShard(FileShard):
             return make_bad_row(
                 f"not JSON ({error.msg} at column {error.colno}): {item[:60].decode('utf-8', 'replace')!r}"
             )
-        except ValueError:  # Python's limit for integers as text
+        except ValueError:  # Python limits the length of integers as text
             return make_bad_row("JSON with a number of several thousand digits")
         except RecursionError:
             return make_bad_row("JSON nested too deeply")
@@ -105,7 +105,7 @@ class JsonShard(FileShard):
 
 @lru_cache(maxsize=1)
 def _fast_decoder() -> Callable[[bytes], object] | None:
-    """Returns the decoder of orjson, if installed: twice as fast as `json`, but it rejects more lines."""
+    """Returns the decoder of orjson, if it is installed. It is twice as fast as `json`, but rejects more lines."""
     try:
         import orjson
     except ImportError:
@@ -117,7 +117,7 @@ def _iter_items(file: File) -> Iterator[tuple[str, object]]:
     """Yields (location, line as bytes), or (location, item) for a file with an array."""
     name = file.name
     with open_binary(file) as stream:
-        # Blank lines before an array are skipped; before a JSON line they are separate rows.
+        # Blank lines before an array are skipped. Before a JSON line, they are separate rows.
         begin = [stream.readline()]
         while begin[-1] and not begin[-1].removeprefix(_BOM).strip():
             begin.append(stream.readline())

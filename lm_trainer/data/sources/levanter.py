@@ -1,4 +1,4 @@
-"""Levanter token caches: a ledger, and TensorStore arrays with the tokens and the document ends."""
+"""Levanter token caches, which have a ledger, and TensorStore arrays with the tokens and the document ends."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _LEDGER, _FIELD = "shard_ledger.json", "input_ids"
 
 
 class LevanterCache(SourceConfig):
-    """A cache of tokenised text built by Levanter; its arrays are read in place."""
+    """A cache of tokenised text that was built by Levanter. Its arrays are read in place."""
 
     type: Literal["levanter"] = "levanter"
     path: LocalPath
-    """The directory with `train/` and, optionally, `validation/`: the `cache_dir` of Levanter."""
+    """The directory with `train/` and, optionally, `validation/`. This is the `cache_dir` of Levanter."""
     document_ends: DocumentEnds = "eos"
     """`eos`: the end-of-document token ends documents, and must match the document ends in the cache. `index`: only the
     cache defines the document ends, for data tokenised without an end-of-document token."""
@@ -60,7 +60,7 @@ def _read_ledger(root: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LevanterShard(TokenShard):
-    """The cache of a split; see `TokenShard`."""
+    """The cache of a split. See `TokenShard`."""
 
     root: str
     ledger: str
@@ -101,7 +101,7 @@ class LevanterShard(TokenShard):
         return _read_document_ends(self._id_directories()[number])
 
     def _id_directories(self) -> list[Path]:
-        """Lists the directories of the ids: a single one, or one per shard for a cache with unmerged shards."""
+        """Lists the directories with the ids. There is a single one, or one per shard if the shards are not merged."""
         root = Path(self.root)
         ledger = _read_ledger(root)
         parts = (
@@ -127,7 +127,7 @@ def _zarr_driver(path: str) -> str:
 
 
 def _read_document_ends(path: Path) -> np.ndarray:
-    """Reads the document ends; the first item of the array is their number, followed by the ends."""
+    """Reads the document ends. The first item of the array is their number, and the ends follow."""
     array = open_array(str(path / "offsets"), _zarr_driver(str(path / "offsets")))
     rows = int(array[0].read().result())
     ends = np.asarray(array[1 : rows + 1].read().result(), np.int64)

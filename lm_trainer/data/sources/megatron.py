@@ -1,4 +1,4 @@
-"""Megatron's indexed datasets: `NAME.bin` with the tokens, `NAME.idx` with the documents."""
+"""Megatron's indexed datasets, which have the tokens in `NAME.bin` and the documents in `NAME.idx`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ _DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 class Megatron(TokenFileSource):
-    """Datasets written by Megatron's tools: `train_urls` names the `.bin` files; the `.idx` files are next to them.
+    """Datasets written by Megatron's tools.
+
+    `train_urls` names the `.bin` files, which have the `.idx` files next to them.
 
     The tokens are memory-mapped, not copied.
     """
@@ -55,7 +57,7 @@ def _find_index_file(file: File) -> File:
 
 @dataclass(frozen=True)
 class MegatronShard(TokenShard):
-    """The datasets of a split; see `TokenShard`."""
+    """The datasets of a split. See `TokenShard`."""
 
     files: tuple[File, ...]
     indexes: tuple[File, ...]

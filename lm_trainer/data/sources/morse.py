@@ -1,4 +1,4 @@
-"""Morse code as a source: sound synthesised on the fly from words of the embedded corpus."""
+"""A source of Morse code: sound synthesised on the fly from words of the embedded corpus."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LEAD_SECONDS = 0.1
 
 
 class Morse(SourceConfig):
-    """Words in Morse code, each at a random speed, pitch and noise level, with the text to write.
+    """Texts in Morse code, each with a random speed, pitch and noise level, and their transcripts.
 
     A model can only write the text by listening. For use with `data.format: {type: audio}`.
     """
@@ -32,20 +32,20 @@ class Morse(SourceConfig):
     rows: int = Field(default=4096, ge=1)
     """Number of training rows."""
     validation_rows: int = Field(default=256, ge=0)
-    """Number of validation rows, which have other texts."""
+    """Number of validation rows, whose texts differ from the training rows'."""
     max_chars: int = Field(default=8, ge=1)
     """Maximum length of a text in characters."""
     seconds: float = Field(default=2.0, gt=0)
-    """Maximum length of the sound; longer texts are left out."""
+    """Maximum length of the sound in seconds; longer texts are left out."""
     unit_seconds: tuple[float, float] = (0.022, 0.034)
-    """Minimum and maximum length of a dot, in seconds."""
+    """Minimum and maximum length of a dot in seconds."""
     pitch: tuple[float, float] = (400.0, 1000.0)
-    """Minimum and maximum pitch, in Hz."""
+    """Minimum and maximum pitch in Hz."""
     noise: tuple[float, float] = (0.05, 0.4)
     """Minimum and maximum standard deviation of the noise; tones have an amplitude of 1."""
     signal: bool = True
-    """False omits the tones: the same texts with the same noise, but silent. The result is a baseline for a model that
-    does not listen."""
+    """False omits the tones, so that the same texts have the same noise without any signal. The result is a baseline
+    for a model that does not listen."""
     seed: int = Field(default=0, ge=0)
     """Seed for drawing texts and sounds."""
 
@@ -76,7 +76,7 @@ class Morse(SourceConfig):
         return MorseVoice(self.unit_seconds, self.pitch, self.noise)
 
     def is_short_enough(self, text: str) -> bool:
-        """True if a text is short enough even at the lowest speed."""
+        """Returns True if a text is short enough even at the lowest speed."""
         longest = num_time_units(text) * self.unit_seconds[1] + _LEAD_SECONDS
         return len(text) <= self.max_chars and longest <= self.seconds
 
@@ -127,7 +127,7 @@ class MorseShard:
 
 
 def _draw_text(source: Morse, words: tuple[str, ...], rng: np.random.Generator) -> str:
-    """Draws consecutive words, as many as fit."""
+    """Draws as many consecutive words as fit."""
     while True:
         index = int(rng.integers(len(words)))
         text, longer = words[index], words[index]

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     import pyarrow.parquet
 
 _BATCH_ROWS, _BATCH_BYTES = 1024, 1 << 20
-"""Maximum size of a batch, chosen to fit into a core's cache until its rows are used."""
+"""Maximum size of a batch, chosen such that it stays in a core's cache until its rows are used."""
 
 
 class Parquet(FileSource):
-    """Parquet files; the document is in the column `data.text_key`. Needs the package `pyarrow`."""
+    """Parquet files. The document is in the column `data.text_key`. Needs the package `pyarrow`."""
 
     type: Literal["parquet"] = "parquet"
 
@@ -30,7 +30,7 @@ class Parquet(FileSource):
 
 
 class ParquetShard(FileShard):
-    """Some files, in order; a row is a row of the table."""
+    """One or more files, in order. Each row is a row of the table."""
 
     def reader_identity(self) -> dict[str, object]:
         return {"type": "parquet"}
@@ -49,7 +49,7 @@ class ParquetShard(FileShard):
     def _iter_file_rows(
         self, file: File, table: pyarrow.parquet.ParquetFile, file_start: int, start: int
     ) -> Iterator[Row | BadRow]:
-        """Yields the rows of one file, starting with number `start`; `file_start` is the number of its first row."""
+        """Yields the rows of one file from number `start` on. `file_start` is the number of the file's first row."""
         number, groups = file_start, []
         for index in range(table.num_row_groups):
             rows = table.metadata.row_group(index).num_rows
@@ -71,7 +71,7 @@ def _open_table(file: File, stream: IO[bytes], columns: tuple[str, ...]) -> pyar
     except ImportError:
         raise UserError(f"cannot read {file.url}: Parquet needs a package; run: pip install pyarrow") from None
     try:
-        # Without Arrow's read-ahead threads: a process that exits while such a thread holds `stream` aborts.
+        # Arrow's read-ahead is off, because a process that exits while such a thread holds `stream` aborts.
         table = pyarrow.parquet.ParquetFile(stream, pre_buffer=False)
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"{file.url} is truncated or damaged, or no Parquet file: {error}") from None
@@ -93,7 +93,7 @@ def _iter_batches(
 
 
 def _num_batch_rows(table: pyarrow.parquet.ParquetFile, groups: list[int]) -> int:
-    """Returns the number of rows to read at once: fewer for large rows, such as recordings."""
+    """Returns the number of rows to read at once, which is smaller for large rows such as recordings."""
     metadata = [table.metadata.row_group(index) for index in groups]
     rows, size = (
         sum(row_group.num_rows for row_group in metadata),

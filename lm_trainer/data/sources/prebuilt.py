@@ -1,4 +1,4 @@
-"""Finished cache as a source, instead of the original text."""
+"""A finished cache that is used as a source instead of the original text."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split
 
 
 class PrebuiltCache(SourceConfig):
-    """Finished cache, copied or shared; the original text is not needed.
+    """A finished cache that was copied or is shared. The original text is not needed.
 
-    `data.tokenizer` must be the tokenizer the cache was built with; by default it is read from the cache directory.
+    `data.tokenizer` must be the tokenizer that built the cache. By default, it is read from the cache directory.
     """
 
     type: Literal["cache"] = "cache"
     path: CachePath
-    """The directory or URL with `train/` and, optionally, `validation/`: the `data.cache_dir` of the configuration that
-    built it."""
+    """The directory or URL with `train/` and, optionally, `validation/`. This is the `data.cache_dir` of the
+    configuration that built the cache."""
 
     takes_urls: ClassVar[bool] = False
     has_fields: ClassVar[bool] = False
@@ -41,7 +41,7 @@ class PrebuiltCache(SourceConfig):
 
 @dataclass(frozen=True)
 class CacheShard:
-    """All rows of a cache. The original rows cannot be reread, but they have names."""
+    """All rows of a cache. The original rows cannot be read, but can be referred to by name."""
 
     url: str
     fingerprint: str
@@ -58,5 +58,5 @@ class CacheShard:
         return {"type": "cache", "fingerprint": self.fingerprint}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
-        # Without text: the row is only used to name the origin of a document.
+        # The row has no text, because it is only used to name the origin of a document.
         yield Row(start, f"row {start} of what {self.url} was built from", "")

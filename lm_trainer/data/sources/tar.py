@@ -20,15 +20,16 @@ class Member(NamedTuple):
 
     name: str
     read: Callable[[], bytes | None]
-    """Returns the content; valid until the next member is requested. None for a link without target in the archive."""
+    """Returns the content; None for a link whose target is not in the archive. Valid until the next member is
+    requested."""
 
 
 @contextmanager
 def open_tar(file: File) -> Iterator[Iterator[Member]]:
-    """Opens an archive to read its files and links in order.
+    """Opens an archive, and yields an iterator over its files and links in order.
 
     Raises:
-        UserError: see `open_binary`; also if the archive was truncated between two members.
+        UserError: see `open_binary`. Also raised if the archive is truncated between two members.
     """
     try:
         with (
@@ -56,7 +57,7 @@ def _read_content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 
 class _LinkResolver:
-    """Resolves the links of an archive, whose targets may be anywhere; opens the archive a second time."""
+    """Resolves the links of an archive. Their targets may be anywhere, so the archive is opened a second time."""
 
     def __init__(self, file: File, opened: ExitStack):
         self._file, self._opened = file, opened
@@ -73,7 +74,7 @@ class _LinkResolver:
             self._members = {posixpath.normpath(member.name): member for member in self._archive}
         member: tarfile.TarInfo | None = link
         for _ in range(_MAX_LINKS):
-            # Hard links hold a path in the archive, symbolic links a path relative to the link.
+            # Hard links hold a path within the archive, and symbolic links hold a path relative to the link.
             directory = "" if member.islnk() else posixpath.dirname(member.name)
             member = self._members.get(posixpath.normpath(posixpath.join(directory, member.linkname)))
             if member is None or member.isfile():
@@ -82,7 +83,10 @@ class _LinkResolver:
 
 
 class _StrictTarInfo(tarfile.TarInfo):
-    """Member that raises an error if the archive ends without the final zeros, which Python accepts as a normal end."""
+    """A member that raises an error if the archive ends without the final zeros.
+
+    Python accepts this as a normal end.
+    """
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:

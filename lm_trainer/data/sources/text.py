@@ -1,4 +1,4 @@
-"""Plain text files: one file is one document."""
+"""Plain text files, each of which is one document."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard
 from lm_trainer.data.sources.files import File, group_files, number_items, open_binary, total_text_size
 
 PIECE_BYTES = 1 << 20
-"""Longer files are encoded in pieces of about this size to bound memory; the file is still one document.
+"""Longer files are encoded in pieces of about this size to bound memory. The file is still one document.
 
-Part of the identity of a shard, since tokens may differ at the boundary between two pieces.
+The size is part of the identity of a shard, since tokens may differ at the boundary between two pieces.
 """
 
-# Several pieces, so that the remainder of a buffer is rarely moved to its front.
+# The buffer holds several pieces, so that its remainder is rarely moved to its front.
 _BUFFER_BYTES = 8 * PIECE_BYTES
 
 _BOM = b"\xef\xbb\xbf"
@@ -25,7 +25,7 @@ _LINE_START = re.compile(rb"\n(?=[^\s])")
 
 
 class TextFiles(FileSource):
-    """UTF-8 text files; a file is one document."""
+    """UTF-8 text files, each of which is one document."""
 
     type: Literal["text"] = "text"
 
@@ -39,7 +39,7 @@ class TextFiles(FileSource):
 
 @dataclass(frozen=True)
 class TextShard:
-    """Some files, in order; a row is a file, or a piece of a large file."""
+    """One or more files, in order. Each row is a file, or a piece of a large file."""
 
     files: tuple[File, ...]
 
@@ -55,7 +55,7 @@ class TextShard:
         return {"type": "text", "piece_bytes": PIECE_BYTES, "files": [file.identity() for file in self.files]}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
-        # One buffer for all files of the shard, since the pages of a new buffer would be faulted in for every file.
+        # All files of the shard share one buffer, since a new buffer for every file would cause page faults every time.
         buffer = bytearray(_BUFFER_BYTES)
         for number, (file, offset, piece, last) in number_items(
             (_iter_pieces(file, buffer) for file in self.files), start
@@ -70,9 +70,9 @@ class TextShard:
 
 
 def _iter_pieces(file: File, buffer: bytearray) -> Iterator[tuple[File, int, memoryview, bool]]:
-    """Yields (file, offset of the first byte, bytes, True for the last piece).
+    """Yields (file, offset of the first byte, bytes, True for the last piece of the file).
 
-    The bytes are in `buffer`, and valid until the next piece is requested.
+    The bytes are a view of `buffer`, and are valid until the next piece is requested.
     """
     view = memoryview(buffer)
     with open_binary(file) as stream:
@@ -96,7 +96,7 @@ def _iter_pieces(file: File, buffer: bytearray) -> Iterator[tuple[File, int, mem
 
 
 def _fill_buffer(stream: Any, view: memoryview) -> int:
-    """Reads until the view is full or the file ends; returns the number of bytes."""
+    """Reads until the view is full or the file ends. Returns the number of bytes read."""
     # Remote files may return fewer bytes than requested before their end.
     filled = 0
     while filled < len(view) and (count := stream.readinto(view[filled:])):
@@ -105,11 +105,11 @@ def _fill_buffer(stream: Any, view: memoryview) -> int:
 
 
 def _find_piece_end(buffer: bytearray, start: int) -> int:
-    """Finds the end of a piece: before a line that starts with text, so that the boundary affects few tokens."""
+    """Returns the end of a piece. It is before a line that starts with text, so that it affects few tokens."""
     min_end, max_end = start + PIECE_BYTES, start + 2 * PIECE_BYTES
     if match := _LINE_START.search(buffer, min_end, max_end):
         return match.end()
-    # Without such a line, split at the limit, but not inside a character, whose continuation bytes start with bits 10.
+    # If there is no such line, splits at the limit, but not inside a character. Continuation bytes start with bits 10.
     piece_end = max_end
     while piece_end > min_end and buffer[piece_end] & 0xC0 == 0x80:
         piece_end -= 1

@@ -1,4 +1,4 @@
-"""Token files without an index: `.bin` files of nanoGPT, llm.c and modded-nanogpt, `.npy` files of OLMo and NumPy."""
+"""Token files without an index: `.bin` files of nanoGPT, llm.c and modded-nanogpt; `.npy` files of OLMo and NumPy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lm_trainer.data.sources.tokens import (
 
 _NUMPY_MAGIC = b"\x93NUMPY"
 _LLMC_DTYPES = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
-"""Dtypes by the first of the 256 int32 in a header of llm.c; the third is the number of tokens."""
+"""Maps the first of the 256 int32 values in a header of llm.c to the dtype. The third value is the number of tokens."""
 _LLMC_HEADER = 1024
 
 _FOREIGN = {
@@ -38,18 +38,19 @@ _FOREIGN = {
     b"GGUF": "a model of llama.cpp, no tokens",
     b"\x89HDF\r\n\x1a\n": "an HDF5 file, which is not read",
 }
-"""First bytes of files in other formats -> description. Read as tokens, their headers would be trained on."""
+"""Maps the first bytes of files in other formats to a description. Otherwise, their headers would be read as tokens."""
 
 
 class TokenFiles(TokenFileSource):
-    """Files of consecutive token ids of `data.tokenizer`: raw, or with a header of NumPy or llm.c.
+    """Files of consecutive token ids of `data.tokenizer`, either raw or with a header of NumPy or llm.c.
 
     The tokens are memory-mapped, not copied.
     """
 
     type: Literal["tokens"] = "tokens"
     dtype: Literal["uint16", "uint32", "int32", "int64"] | None = None
-    """The dtype of ids in files without a header; by default uint16 if the vocabulary fits, else uint32."""
+    """The dtype of ids in files without a header. By default, it is uint16 if the vocabulary fits, and uint32
+    otherwise."""
     document_ends: Literal["eos", "file"] = "eos"
     """`eos`: the end-of-document token ends documents. `file`: every file is one document, for data without an
     end-of-document token."""
@@ -62,7 +63,7 @@ class TokenFiles(TokenFileSource):
 
 @dataclass(frozen=True)
 class TokenFileShard(TokenShard):
-    """The files of a split; see `TokenShard`."""
+    """The files of a split. See `TokenShard`."""
 
     files: tuple[File, ...]
     dtype: str | None
@@ -92,7 +93,7 @@ class TokenFileShard(TokenShard):
         if header or (written := find_written_dtype(ids_T, vocab_size)) is None:
             return None
         read_in = ids_T.dtype.name
-        # If 0 is the EOS token, documents of one token look the same; trust an explicit dtype.
+        # If 0 is the EOS token, documents of one token look like halves of wider ids, so an explicit dtype is trusted.
         if self.dtype is not None and eos_id == 0 and int(ids_T.max()) < vocab_size:
             return None
         problem = f"its ids were written as {written.name}, and are read as {read_in}"

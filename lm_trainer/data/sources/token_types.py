@@ -1,4 +1,4 @@
-"""Dtypes of token ids: detects ids written with another dtype than they are read with.
+"""Dtypes of token ids: detects ids that were written with a different dtype than the one used to read them.
 
 Shape letters: T tokens, F bytes.
 """
@@ -15,13 +15,13 @@ _EVIDENCE = 16
 
 
 def find_written_dtype(ids_T: np.ndarray, vocab_size: int) -> np.dtype | None:
-    """Returns the dtype the ids were written with, if it certainly differs from the one they are read with.
+    """Returns the dtype with which the ids were written, if it certainly differs from the one used to read them.
 
-    This is certain if some ids are outside the vocabulary, or every second id looks like the upper half of a wider
-    integer, and if the same bytes show neither sign in the returned dtype.
+    This is certain if some ids are outside the vocabulary or every second id looks like the upper half of a wider
+    integer, and the same bytes show neither of these signs when read with the returned dtype.
 
     Args:
-        ids_T: integers [T], as read.
+        ids_T: integers [T], the ids as read.
         vocab_size: vocabulary size of the tokenizer.
 
     Returns:
@@ -50,7 +50,7 @@ def _may_be_ids(ids_T: np.ndarray, vocab_size: int) -> bool:
 
 
 def _are_halves(upper_T: np.ndarray, lower_T: np.ndarray, limit: int) -> bool:
-    """True if ids are the halves of wider ids with upper halves of at most `limit`."""
+    """Returns True if the ids are the halves of wider ids whose upper halves are at most `limit`."""
     if not len(upper_T) or int(upper_T.max()) > limit or int(upper_T.min()) < 0:
         return False
     return bool(np.count_nonzero(lower_T > limit) >= _EVIDENCE)

@@ -1,4 +1,4 @@
-"""Base of token sources: files of ids that are only indexed, not copied to the cache."""
+"""Base class of token sources, whose files of ids are only indexed, not copied to the cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TokenArray(NamedTuple):
     """The consecutive ids of one file."""
 
     name: str
-    """Name for messages."""
+    """Name of the file, for messages."""
     path: str
     kind: str
     """See `TokenLocation`."""
@@ -29,13 +29,13 @@ class TokenArray(NamedTuple):
 
 
 class TokenShard(ABC):
-    """All files of a split, in order; a row is a token, since files may have no other index.
+    """All files of a split, in order. Each row is a token, since files may not have any other index.
 
-    They form a single shard, since a document without an end-of-document token continues in the next file.
+    All files form a single shard, since a document without an end-of-document token continues in the next file.
     """
 
     by_index: bool = False
-    """True if an index defines the document ends, independent of the tokens."""
+    """True if an index defines the document ends, independently of the tokens."""
 
     @abstractmethod
     def token_arrays(self, dtype: np.dtype) -> list[TokenArray]:
@@ -49,7 +49,7 @@ class TokenShard(ABC):
         """
 
     def read_document_ends(self, number: int, array: TokenArray) -> np.ndarray | None:
-        """Returns the document ends of file `number`: ascending int64; the last is the file length. None: no index.
+        """Returns the document ends of file `number`: ascending int64 up to the file's length; None if it has no index.
 
         Raises:
             UserError: if the index does not fit the tokens.
@@ -57,11 +57,11 @@ class TokenShard(ABC):
         del number, array
 
     def dtype_problem(self, ids_T: np.ndarray, header: int, vocab_size: int, eos_id: int) -> str | None:
-        """Explains why ids certainly have another dtype, with advice; None if their dtype may be correct.
+        """Explains why the ids certainly have another dtype, and what to do; None if their dtype may be correct.
 
         Args:
-            ids_T: integers [T]: the ids of one part.
-            header: bytes before the first id of the file.
+            ids_T: integers [T], the ids of one part.
+            header: number of bytes before the first id of the file.
             vocab_size: vocabulary size of the tokenizer.
             eos_id: the end-of-document token.
         """
@@ -87,7 +87,7 @@ class TokenShard(ABC):
     def identity(self) -> dict[str, object]: ...
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
-        """Yields one row without text, with the location of token `start` of the shard."""
+        """Yields one row without text, which has the location of token `start` of the shard."""
         offset = start
         for array in self.token_arrays(np.dtype("<u2")):
             if offset < array.count:
@@ -97,7 +97,7 @@ class TokenShard(ABC):
 
 
 class TokenFileSource(FileSource):
-    """Base of sources of token files, listed in `data.train_urls`."""
+    """Base of sources that read the token files listed in `data.train_urls`."""
 
     has_fields: ClassVar[bool] = False
 
@@ -112,7 +112,7 @@ class TokenFileSource(FileSource):
 
     @abstractmethod
     def make_token_shard(self, files: tuple[File, ...]) -> TokenShard:
-        """Returns the shard of some local files."""
+        """Returns the shard of the given local files."""
 
 
 def check_files_unchanged(files: Sequence[File]) -> None:
@@ -136,7 +136,7 @@ def require_local_path(file: File) -> str:
 
 
 def count_tokens(file: File, header: int, dtype: np.dtype) -> int:
-    """Counts the ids in a file.
+    """Returns the number of ids in a file.
 
     Raises:
         UserError: if the file size is not a multiple of the id size.

@@ -1,4 +1,4 @@
-"""URLs of a configuration, resolved to lists of existing files."""
+"""Resolves the URLs of a configuration to lists of existing files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 
 
 def expand_braces(url: str) -> list[str]:
-    """Expands `{1..128}`, `{001..128}` and `{a,b}` like a shell; the leftmost brace varies slowest.
+    """Expands `{1..128}`, `{001..128}` and `{a,b}` like a shell. The leftmost brace varies slowest.
 
     Braces without a range or comma are left unchanged.
     """
@@ -47,7 +47,7 @@ def _expand_range(first: str, last: str) -> list[str]:
 
 
 def list_files(urls: Sequence[str], key: str) -> list[File]:
-    """Lists the files named by `urls`, in the order of the list; the matches of a glob are sorted by name.
+    """Lists the files named by `urls`, in the order of the list. The matches of a glob are sorted by name.
 
     Args:
         urls: paths, fsspec URLs, globs and braces. The path of an existing local file is taken literally.
@@ -60,11 +60,11 @@ def list_files(urls: Sequence[str], key: str) -> list[File]:
 
 
 _EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
-"""The extra of lm_trainer required for each URL scheme."""
+"""The extra of the package lm_trainer that each URL scheme requires."""
 
 
 def match_files(urls: Sequence[str], key: str) -> list[tuple[str, list[File]]]:
-    """Lists files like `list_files`, as pairs of a path, URL or glob and its files."""
+    """Lists files like `list_files`, as pairs of a path, URL or glob and the files it names."""
     names = [name for url in urls for name in ([url] if is_file(url) else expand_braces(url))]
     matches = [(name, _find_files(name, key)) for name in names]
     name_by_path: dict[str, str] = {}
@@ -81,7 +81,7 @@ def match_files(urls: Sequence[str], key: str) -> list[tuple[str, list[File]]]:
 def _unique_path(file: File) -> str:
     """Returns a unique path for a file, independent of the spelling of its path.
 
-    A link counts as a separate file: caches of the hub store equal files as links to the same file.
+    A link counts as a separate file, because caches of the hub store equal files as links to the same file.
     """
     if not file.local and not file.url.startswith("file://"):
         return file.url
@@ -90,7 +90,7 @@ def _unique_path(file: File) -> str:
 
 
 def _resolve_file_system(url: str, key: str) -> tuple[Any, str]:
-    """Returns the fsspec file system of `url`, and the path in it."""
+    """Returns the fsspec file system of `url`, and the path within it."""
     try:
         return find_file_system(url, local=is_file(url))
     except ImportError as error:
@@ -119,7 +119,7 @@ def _find_files(url: str, key: str) -> list[File]:
         return [look_up_file(filesystem, path, url)]
     except UserError:
         raise
-    # OSError, or an error type of the package of the file system.
+    # An OSError, or an error type of the file system's package.
     except Exception as error:
         raise UserError(f"{key}: {_explain_error(error, filesystem, path, url)}") from None
 
@@ -136,7 +136,7 @@ def _explain_error(error: Exception, filesystem: AbstractFileSystem, path: str, 
     """Explains why the files of a URL cannot be listed."""
     if isinstance(error, FileNotFoundError):
         cause = error.__cause__
-        # A web server that does not answer or denies access raises the same error; only the cause differs.
+        # A web server that does not answer or denies access raises the same error. Only the cause differs.
         if cause is not None and not isinstance(cause, FileNotFoundError) and getattr(cause, "status", 0) != 404:
             return f"cannot read {url}: {cause}"
         return f"there is no file {url}{_suggest_files(filesystem, path)}"

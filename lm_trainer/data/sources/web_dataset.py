@@ -11,18 +11,19 @@ from lm_trainer.data.sources.files import File, group_files, number_items
 from lm_trainer.data.sources.tar import open_tar
 
 _Sample = dict[str, bytes | BadRow | None]
-"""Contents of the files of a sample by their ending; None for unused files."""
+"""Contents of a sample's files, keyed by file name ending; None for unused files."""
 
 
 class WebDataset(FileSource):
-    """Tar archives of samples: `0001.txt`, `0001.json`, ...; a sample is a record with the endings as fields.
+    """Tar archives of samples: `0001.txt`, `0001.json`, ... A sample is a record with the endings as fields.
 
-    `data.text_key` is `txt`, or `json.caption` for a field of the JSON file. Other files, such as images, are skipped.
+    `data.text_key` is, for example, `txt`, or `json.caption` for a field of the JSON file. Other files, such as images,
+    are skipped.
     """
 
     type: Literal["webdataset"] = "webdataset"
 
-    # Has no suffixes, so it must be named in the configuration: by default, archives are read as recordings.
+    # Has no `suffixes`, so the configuration must name it. By default, archives are read as recordings.
     reads_archives: ClassVar[bool] = True
 
     def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
@@ -30,7 +31,7 @@ class WebDataset(FileSource):
 
 
 class WebDatasetShard(FileShard):
-    """Some archives, in order; a row is a sample."""
+    """One or more archives, in order. Each row is a sample."""
 
     def reader_identity(self) -> dict[str, object]:
         return {"type": "webdataset"}
@@ -42,7 +43,7 @@ class WebDatasetShard(FileShard):
             yield row._replace(number=number, where=location)
 
     def _iter_samples(self, file: File) -> Iterator[tuple[str, dict[str, object] | BadRow]]:
-        """Yields (archive and key, fields by ending) for every run of files with the same name."""
+        """Yields (location, fields by ending) for every run of files with the same name."""
         key, sample = None, _Sample()
         for name, ending, content in self._iter_members(file):
             if key is not None and name != key:
@@ -54,7 +55,7 @@ class WebDatasetShard(FileShard):
             yield f"{file.name}:{key}", _decode_sample(sample)
 
     def _iter_members(self, file: File) -> Iterator[tuple[str, str, bytes | BadRow | None]]:
-        """Yields (key, ending, content) for every file or link; the content is None for unused endings."""
+        """Yields (key, ending, content) for every file or link. The content is None for unused endings."""
         used_endings = {part for name in self.read_fields for part in (name, name.partition(".")[0])}
         with open_tar(file) as archive:
             for member in archive:

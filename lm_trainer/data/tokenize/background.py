@@ -1,4 +1,4 @@
-"""Background builds: threads build caches while a run reads the parts already written."""
+"""Background builds: threads that build caches while a run reads the parts that are already written."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from lm_trainer.data.tokenize.progress import BuildCallbacks, Stopped
 _JOIN_SECONDS = 15.0
 
 interpreter_ending = threading.Event()
-"""Set when the interpreter exits. Threads waiting for text that is still being tokenised must give up then."""
+"""Set when the interpreter exits. Threads that wait for text still being tokenised must then give up."""
 
 # At exit, Python joins executor threads before it runs `atexit` handlers and finalizers, and only then marks the main
-# thread as ended. A Grain thread waiting for text, or a thread waiting for a process pool, would therefore keep a
-# script that never calls `Data.close` alive forever. No public hook runs earlier; the executors use this private one
-# themselves. Hooks run in reverse order of registration, hence the imports of both executor modules above.
+# thread as ended. A Grain thread that waits for text, or a thread that waits for a process pool, would thus keep a
+# script that never calls `Data.close` alive forever. No public hook runs earlier, and the executors use this private
+# one themselves. Hooks run in reverse order of registration, hence the imports of both executor modules above.
 threading._register_atexit(interpreter_ending.set)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class BackgroundBuild:
-    """Builds a cache in a thread of this process and its workers, or waits while another process builds it.
+    """Builds a cache in a thread of this process and in worker processes, or waits while another process builds it.
 
     The build ends with the process, even if it is not closed. Everything built so far is kept.
 
     Args:
         build: the cache to build.
-        cache: the same cache as seen by readers; receives every new part, the progress, and any failure.
-        num_builds: number of builds sharing the cores of this machine.
+        cache: the same cache as readers see it; receives every new part, the progress, and any failure.
+        num_builds: number of builds that share the cores of this machine.
     """
 
     def __init__(self, build: Build, cache: OpenCache, *, num_builds: int = 1):
@@ -67,7 +67,8 @@ class BackgroundBuilds:
     def __init__(self, builds: Sequence[BackgroundBuild], *, one_by_one: bool):
         self._builds = builds
         work = [self._run_all] if one_by_one else [build.run for build in builds]
-        # Not daemon threads: Python would kill them inside TensorStore's C++ code, which aborts the process (SIGABRT).
+        # Not daemon threads, because Python would kill them inside TensorStore's C++ code, which aborts the process
+        # (SIGABRT).
         self._threads = [threading.Thread(target=run, name="tokenise") for run in work]
 
     def start(self) -> None:
@@ -80,7 +81,7 @@ class BackgroundBuilds:
             build.run()
 
     def close(self) -> None:
-        """Stops the builds and their workers after the current batch of rows; safe to call twice."""
+        """Stops the builds and their workers after the current batch of rows. Safe to call twice."""
         for build in self._builds:
             build.close()
         for thread in self._threads:

@@ -1,6 +1,6 @@
-"""Build of a cache: claims it, distributes its shards over processes and keeps the ledger.
+"""Builds a cache: claims it, distributes its shards over processes and maintains the ledger.
 
-A build may be killed any number of times: the next one resumes where it stopped, and produces the same bytes.
+A build may be killed at any time. The next one resumes where it stopped, and produces the same bytes.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from lm_trainer.data.tokenize.shard_writer import write_shard
 from lm_trainer.data.tokenizer import Tokenizer
 
 PARALLEL_BYTES = 64 << 20
-"""Stored bytes below which starting processes costs more than it gains: the tokenizer is multi-threaded already."""
+"""Number of stored bytes below which starting processes costs more than it gains, as the tokenizer is already
+multi-threaded."""
 
 BACKGROUND_PARALLEL_BYTES = 16 << 20
-"""The same for a background build, whose Python code would hold up the other threads of this process."""
+"""As `PARALLEL_BYTES`, for a background build, whose Python code would hold up the other threads of this process."""
 
 POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Options of a build. Only `part_bytes`, which the manifest records, changes any byte of the result."""
+    """Options of a build. Only `part_bytes`, which the manifest records, affects the bytes of the result."""
 
     num_workers: int | None = None
     """Number of worker processes; 0 = this process, None = chosen from the source size and the number of cores."""
@@ -45,7 +46,7 @@ class BuildOptions:
     max_bad_rows: float = 0.01
     part_bytes: tuple[int, int] = PART_BYTES
     ray: RayConfig | None = None
-    """A Ray cluster to build on, instead of processes of this machine."""
+    """The Ray cluster to build on; None means processes on this machine."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,13 @@ class Build:
         """Builds the missing parts and returns the finished ledger.
 
         Args:
-            callbacks: report the progress of the build.
-            background_builds: number of builds sharing this machine with other work of this process; 0 means this
-                build has the machine and the process to itself.
+            callbacks: functions that report progress and can stop the build.
+            background_builds: number of builds that share this machine with other work of this process; 0 means that
+                this build has the machine and the process to itself.
 
         Raises:
-            UserError: if the directory holds another cache, rows are bad, a file is damaged, or the data has no text.
+            UserError: if the directory holds another cache, too many rows are bad, a file is damaged, or the data has
+                no text.
             MachineError: if the disk is full or a worker was killed.
             Stopped: if `callbacks.stopped` returned True.
         """
@@ -86,7 +88,7 @@ class Build:
         """Returns the current ledger without building.
 
         Raises:
-            UserError: if the directory holds another cache, or a finished one with too many bad rows.
+            UserError: if the directory holds another cache, or a finished cache with too many bad rows.
         """
         ledger = Ledger.read(self.store)
         count_matching_shards(self.store, self.manifest(), ledger)
@@ -99,7 +101,7 @@ class Build:
         return make_manifest(self.shards, self.tokenizer, self.options.part_bytes, self.format)
 
     def _build(self, lock: BuilderLock, reporter: _Reporter, background_builds: int) -> Ledger:
-        # Reread the ledger: another builder may have finished while this one waited for the lock.
+        # Rereads the ledger, because another builder may have finished while this one waited for the lock.
         ledger = Ledger.read(self.store)
         claim_store(self.store, self.manifest(), ledger)
         if ledger.finished:
@@ -132,10 +134,10 @@ class Build:
         )
 
     def check_bad_rows(self, ledger: Ledger) -> None:
-        """Rejects a cache with more bad rows than the options accept.
+        """Rejects a cache with more bad rows than the options allow.
 
         Raises:
-            UserError: naming the first bad rows.
+            UserError: if there are too many; names the first ones.
         """
         if not ledger.bad:
             return
@@ -153,7 +155,7 @@ class Build:
 
 
 def count_workers(num_workers: int | None, shards: Sequence[Shard], background_builds: int) -> int:
-    """Returns the number of worker processes for some shards; 0 = this process.
+    """Returns the number of worker processes for building shards; 0 = this process.
 
     Args:
         num_workers: the configured number, or None to choose one.
@@ -162,7 +164,7 @@ def count_workers(num_workers: int | None, shards: Sequence[Shard], background_b
     """
     if num_workers is None:
         least = BACKGROUND_PARALLEL_BYTES if background_builds else PARALLEL_BYTES
-        # In the background even one shard is worth a process, since it does not compete for the interpreter lock.
+        # In the background, even one shard is worth a process, since it does not compete for the interpreter lock.
         if (len(shards) < 2 and not background_builds) or sum(shard.size for shard in shards) < least:
             return 0
         num_workers = available_cores()
@@ -181,8 +183,8 @@ class _Reporter:
         """Calls the callbacks.
 
         Args:
-            ledger: if None, it is read from the store, where another process keeps it.
-            uncommitted: text bytes that are encoded, but not yet in a part.
+            ledger: the current ledger; None reads it from the store, where another process updates it.
+            uncommitted: number of text bytes that are encoded but not yet committed in a part.
 
         Raises:
             Stopped: if the build was asked to stop.
@@ -200,19 +202,19 @@ class _Reporter:
 
 
 class _LedgerKeeper:
-    """Keeps ledger, heartbeat and progress up to date while shards are written."""
+    """Keeps the ledger, the heartbeat and the progress up to date while shards are written."""
 
     def __init__(self, build: Build, ledger: Ledger, lock: BuilderLock, reporter: _Reporter):
         self._build, self._ledger, self._lock, self._reporter = build, ledger, lock, reporter
         self._uncommitted, self._last_tick = 0, 0.0
 
     def add_uncommitted(self, text_bytes: int) -> None:
-        """Counts text encoded in this process."""
+        """Adds the size of text encoded in this process."""
         self._uncommitted += text_bytes
         self.update()
 
     def update(self, *, force: bool = False) -> None:
-        """Adds newly committed parts to the ledger and reports progress, at most once in POLL_SECONDS unless forced.
+        """Adds newly committed parts to the ledger and reports progress, at most once per POLL_SECONDS unless `force`.
 
         Raises:
             Stopped: if the build was asked to stop.
@@ -232,7 +234,7 @@ class _LedgerKeeper:
         """Marks the ledger as finished after the last shard, and writes it.
 
         Raises:
-            UserError: if the data has no text, or too many bad rows.
+            UserError: if the data has no text, or has too many bad rows.
         """
         self.update(force=True)
         if self._ledger.num_documents == 0:

@@ -1,4 +1,4 @@
-"""Caches needed by a configuration: their directories and input shards."""
+"""The caches that a configuration needs: their directories and input shards."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 DEFAULT_CACHE = "cache"
 
 Shards = dict[str, dict[str, list[Shard]]]
-"""The shards of every split of every set."""
+"""The shards of every set and split."""
 
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """A cache, built or not: its location and inputs, except for the tokenizer."""
+    """A cache, built or not: its location and its inputs, except the tokenizer."""
 
     title: str
     url: str
@@ -42,10 +42,10 @@ class CacheSpec:
 
 
 def find_caches(config: DataConfig) -> tuple[str, dict[str, CacheSpec]]:
-    """Returns the common cache directory, and every cache by `NAME/train` and `NAME/validation`.
+    """Returns the common cache directory, and every cache keyed by `NAME/train` and `NAME/validation`.
 
     Raises:
-        UserError: for missing data.
+        UserError: if data are missing.
     """
     shards = {name: _list_set_shards(config, name) for name in config.sets}
     cache_dir = config.cache_dir or _default_directory(config, config, shards)
@@ -81,7 +81,7 @@ def _list_set_shards(config: DataConfig, name: str) -> dict[str, list[Shard]]:
 
 
 def _choose_set_directory(config: DataConfig, set_config: SetConfig, name: str, shards: Shards) -> str:
-    """Returns the directory for one set of a mixture; it depends on the other sets only if the tokenizer does."""
+    """Returns the directory of one set of a mixture. It depends on the other sets only if the tokenizer does."""
     return (
         f"{config.cache_dir}/{name}"
         if config.cache_dir
@@ -95,9 +95,9 @@ def _default_directory(config: DataConfig, set_config: SetConfig, shards: Shards
     tokenizer = config.tokenizer_config
     recipe: dict[str, object] = tokenizer.model_dump()
     if isinstance(tokenizer, TrainedBpe):
-        # A trained tokenizer depends on the train text of all sets.
+        # A trained tokenizer depends on the training text of all sets.
         recipe = tokenizer.recipe([shard for name in config.sets for shard in _list_set_shards(config, name)["train"]])
-    # The tokenizer may not exist yet, so the hash covers its recipe; the manifests may use any tokenizer.
+    # The tokenizer may not exist yet, so the hash covers its recipe, and any tokenizer will do for the manifests.
     manifests: dict[str, object] = {
         split: make_manifest(
             [shard for split_shards in shards.values() for shard in split_shards[split]], ByteTokenizer()

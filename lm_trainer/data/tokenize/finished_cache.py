@@ -1,4 +1,4 @@
-"""Cache that was built elsewhere, used like a finished build."""
+"""A cache that was built elsewhere and is used like a finished build."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FinishedCache:
         ledger, manifest = Ledger.read(self.store), self.manifest()
         if not ledger.finished:
             raise UserError(f"{self.store.url} is not finished; build it where it was begun, with: lmt data build")
-        # Identities, not fingerprints: the package that encoded the text does not matter to a reader.
+        # Compares identities, not fingerprints, because it does not matter to a reader which package encoded the text.
         recorded, expected = manifest["tokenizer"], self.tokenizer.identity()
         different = [key for key in expected if recorded.get(key) != expected[key]]
         if different:

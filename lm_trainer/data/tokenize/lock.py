@@ -1,4 +1,4 @@
-"""Lock of a cache: lets one process build at a time, and detects builders that have died."""
+"""The lock of a cache, which lets one process build at a time, and detects builders that have died."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from lm_trainer.data.cache.kvstore import KvStore, parse_checked_json
 
 BEAT_SECONDS, DEAD_SECONDS, POLL_SECONDS = 2.0, 30.0, 0.2
 
-# The process id is not enough to decide if a claim is held: a dead process may have had the same id, and this process
-# may run two builds.
+# The process id is not enough to decide if a claim is held, because a dead process may have had the same id, and this
+# process may run two builds.
 _held: set[str] = set()
-"""The claims held by this process."""
+"""Ids of the claims that this process holds."""
 
 
 Claim = dict[str, Any]
-"""A builder's claim: `host`, `pid`, `beat` in seconds since 1970, and `claim`, which earlier versions did not write."""
+"""A builder's claim: its `host`, its `pid`, its last heartbeat `beat` in seconds since 1970, and the unique id `claim`,
+which earlier versions did not write."""
 
 
 def parse_claim(content: bytes | None) -> Claim | None:
     """Parses the claim of a builder.
 
-    Returns None for a missing or damaged claim: its writer is taken for dead.
+    Returns None for a missing or damaged claim, whose writer is considered dead.
     """
     try:
         claim = parse_checked_json(content or b"null")
@@ -39,21 +40,21 @@ def parse_claim(content: bytes | None) -> Claim | None:
 
 
 class BuilderLock:
-    """Lets one builder work at a time. This only saves work: two builders at once would write the same bytes.
+    """Lets one builder work at a time. This only saves work, as two builders at once would write the same bytes.
 
     Args:
         store: the cache.
-        on_wait: called several times a second while another builder works; an error from it ends the wait.
+        on_wait: called several times a second while another builder works. An error that it raises ends the wait.
     """
 
     def __init__(self, store: KvStore, on_wait: Callable[[], None]):
         self._store, self._on_wait, self._last_beat = store, on_wait, 0.0
         process = ProcessId.of_this_process()
-        # Without the boot id, which claims do not record.
+        # The boot id is left out because claims do not record it.
         self._process, self._claim = ProcessId(process.host, process.pid), uuid.uuid4().hex
 
     def __enter__(self) -> BuilderLock:
-        # Registered before it is written: a claim that is not held is taken for a dead process's.
+        # Registered before it is written, because a claim that is not in `_held` is considered a dead process's.
         _held.add(self._claim)
         try:
             self._wait()
@@ -76,14 +77,14 @@ class BuilderLock:
         try:
             self._store.delete(BUILDER)
         except UserError:
-            # After another error, such as a full disk, show the original error.
+            # After another error, such as a full disk, the original error is shown.
             if kind is None:
                 raise
         finally:
             _held.discard(self._claim)
 
     def write_heartbeat(self) -> None:
-        """Writes a heartbeat, unless the last one is younger than BEAT_SECONDS."""
+        """Writes a heartbeat, unless the last heartbeat is younger than BEAT_SECONDS."""
         if time.monotonic() - self._last_beat >= BEAT_SECONDS:
             self._last_beat = time.monotonic()
             self._store.write_json(BUILDER, self._make_claim())
@@ -97,5 +98,5 @@ class BuilderLock:
         builder = ProcessId(claim["host"], claim["pid"])
         if builder == self._process:
             return claim.get("claim") in _held
-        # The processes of other machines are not visible from here; for them only the heartbeat counts.
+        # Processes on other machines are not visible from here, so only their heartbeat counts.
         return not builder.has_ended()

@@ -1,4 +1,4 @@
-"""Manifest of a cache: everything that determines its bytes, and the comparison with an existing manifest."""
+"""The manifest of a cache, which lists everything that determines its bytes, and its comparison with another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lm_trainer.data.sources import Shard
 from lm_trainer.data.tokenizer import Tokenizer
 
 Manifest = dict[str, Any]
-"""A manifest: the JSON object stored in the cache."""
+"""A manifest, as the JSON object that is stored in the cache."""
 
 
 def make_manifest(
@@ -31,10 +31,10 @@ def make_manifest(
     part_bytes: tuple[int, int] = PART_BYTES,
     format: FormatConfig | None = None,
 ) -> Manifest:
-    """Lists everything that determines the bytes of a cache."""
+    """Returns everything that determines the bytes of a cache."""
     identity = format and format.identity(tokenizer)
     return {
-        # Omitted for plain text: even an empty entry would change the fingerprint of such caches.
+        # Omitted for plain text, because even an empty entry would change the fingerprint of such caches.
         **({"document": identity} if identity else {}),
         "format": FORMAT,
         "tokenizer": tokenizer.fingerprint(),
@@ -46,13 +46,13 @@ def make_manifest(
 
 
 def count_matching_shards(store: KvStore, manifest: Manifest, ledger: Ledger) -> int:
-    """Counts the leading shards of the cache that match the manifest.
+    """Returns the number of leading shards of the cache that match the manifest.
 
-    Every shard matches, unless a source changed before the build reached it. A shard without parts in the ledger has
-    never been read, so it may be rebuilt from its current files.
+    Every shard matches, unless a source changed before the build reached it. A shard that has no parts in the ledger
+    has never been read, so it can be built from its current files.
 
     Raises:
-        UserError: if the store is the cache of other data; lists the entries that differ.
+        UserError: if the store holds the cache of other data; lists the entries that differ.
         MachineError: if the manifest is lost.
     """
     recorded = read_manifest(store)
@@ -76,7 +76,7 @@ def count_matching_shards(store: KvStore, manifest: Manifest, ledger: Ledger) ->
 
 
 def claim_store(store: KvStore, manifest: Manifest, ledger: Ledger) -> None:
-    """Makes the store the cache of this manifest, and removes the parts of shards that have changed.
+    """Claims the store for the cache of this manifest, and removes the parts of shards that have changed.
 
     Raises:
         UserError: see `count_matching_shards`.
@@ -88,7 +88,7 @@ def claim_store(store: KvStore, manifest: Manifest, ledger: Ledger) -> None:
         # Names of parts and of shards begin with the shard number in five digits.
         if int(key.rpartition("/")[2][:5]) >= fitting:
             store.delete(key)
-    # Last: if the process is killed before this, the old manifest is still in place and the removal starts over.
+    # Written last: if the process is killed earlier, the old manifest is still in place and the removal starts over.
     store.write_json(MANIFEST, manifest)
 
 
@@ -104,7 +104,7 @@ def _find_differences(recorded: Manifest, expected: Manifest) -> list[str]:
     old_shards, new_shards = recorded.get("shards", []), expected["shards"]
     for index, (old, new) in enumerate(zip(old_shards, new_shards, strict=False)):
         if old != new:
-            # Only the first: an added or removed file shifts every later shard.
+            # Only the first difference is described, because an added or removed file shifts every later shard.
             lines.append(_describe_shard_difference(index, old, new))
             break
     if len(old_shards) != len(new_shards):

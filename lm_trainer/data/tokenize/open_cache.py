@@ -1,4 +1,4 @@
-"""Open cache: one split of one set, which may still be built while it is read."""
+"""A cache opened for reading: one split of one set, which may still be under construction."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from lm_trainer.data.tokenize.ready_rows import ReadyRows
 
 
 class MissingTokens(NamedTuple):
-    """Tokens a reader is waiting for."""
+    """The tokens that a reader is waiting for."""
 
     have: int
     need: int | None
-    """None = all tokens of the finished cache."""
+    """Number of tokens needed; None = all tokens of the finished cache."""
     progress: BuildProgress | None
-    """Progress of the cache that will hold them."""
+    """Progress of the cache that will hold the tokens."""
 
     def __str__(self) -> str:
         if self.need is not None:
@@ -51,11 +51,11 @@ class OpenCache:
 
     store: KvStore
     stream: TokenStream
-    """The documents to read: all except the excluded ones."""
+    """The documents to read, which are all except the excluded documents."""
     ledger: Ledger
     shards: Sequence[Shard]
     identity: str = ""
-    """Hash of the manifest: changes whenever the tokens may change, and is known before the tokens are built."""
+    """Hash of the manifest. It changes whenever the tokens may change, and is known before they are built."""
     exclusion: Exclusion | None = None
     """The excluded documents."""
     _progress: BuildProgress | None = field(default=None, init=False)
@@ -76,36 +76,36 @@ class OpenCache:
         self.whole.num_model_ids = count
 
     def document_lengths(self) -> np.ndarray:
-        """The tokens of each document of `stream`, end-of-document token included: int64 [D]."""
+        """Number of tokens of each document of `stream`, including the end-of-document token: int64 [D]."""
         if isinstance(self.stream, FilteredStream):
             return self.stream.lengths_D
         return document_lengths(self.store, self.ledger)
 
     def to_unfiltered(self, start: int, count: int) -> list[tuple[int, int]]:
-        """Maps the tokens [start, start + count) of `stream` to `whole`: pairs of first token and number of tokens."""
+        """Maps the tokens [start, start + count) of `stream` to runs (first token, number of tokens) of `whole`."""
         if not isinstance(self.stream, FilteredStream):
             return [(start, count)]
         _, starts_P, counts_P, _ = self.stream.map_to_full_stream(np.array([start]), np.array([count]))
         return list(zip(starts_P.tolist(), counts_P.tolist(), strict=True))
 
     def position_of(self, token: int) -> int | None:
-        """The position in `stream` of a token of `whole`; None if its document is excluded."""
+        """Returns the position in `stream` of a token of `whole`; None if its document is excluded."""
         return self.stream.position_of(token) if isinstance(self.stream, FilteredStream) else token
 
     def extend(self, ledger: Ledger) -> None:
-        """Adds newly committed parts. The ledger is copied, so the caller may keep changing it."""
+        """Adds newly committed parts. The ledger is copied, so the caller may continue to change it."""
         if len(ledger.parts) > len(self.ledger.parts) or ledger.finished:
             snapshot = ledger.copy()
-            # The stream first: a reader that sees a finished ledger may ask for the number of tokens.
+            # The stream is extended first, because a reader that sees a finished ledger may ask for its length.
             self.stream.extend(snapshot)
             self.ledger = snapshot
 
     def set_progress(self, progress: BuildProgress) -> None:
-        """Keeps the latest progress, to report it to waiting readers."""
+        """Stores the latest progress, which waiting readers report."""
         self._progress = progress
 
     def set_error(self, error: BaseException) -> None:
-        """Keeps the error that ended the build, to raise it in readers of the missing text."""
+        """Stores the error that ended the build, which is raised in readers of the missing text."""
         self._error = error
 
     def raise_if_failed(self) -> None:
@@ -114,20 +114,20 @@ class OpenCache:
             raise self._error
 
     def missing_tokens(self, need: int | None, have: int | None = None) -> MissingTokens:
-        """Describes a reader's wait.
+        """Describes the tokens that a reader waits for.
 
         Args:
-            need: tokens the reader needs; None = all tokens of the finished cache.
-            have: tokens usable by the reader so far; by default all tokens built so far.
+            need: number of tokens that the reader needs; None = all tokens of the finished cache.
+            have: number of tokens that the reader can use so far; None = all tokens built so far.
         """
         return MissingTokens(len(self.stream) if have is None else have, need, self._progress)
 
 
 def read_excluded_documents(config: DataConfig) -> dict[str, Exclusion]:
-    """The documents excluded by a configuration, by `NAME/train`.
+    """Returns the documents that a configuration excludes, keyed by `NAME/train`.
 
     Raises:
-        UserError: for a list that cannot be read.
+        UserError: if a list cannot be read.
     """
     return {f"{name}/train": exclusion for name, exclusion in read_exclusions(config.exclude, config.trained).items()}
 
@@ -147,8 +147,8 @@ def open_cache(
         UserError: if the excluded documents belong to other data.
     """
     stream = TokenStream(build.store, ledger, token_dtype(build.tokenizer.vocab_size))
-    # Before the first part, the ledger does not show if the cache has a loss mask; for a cache built elsewhere, the
-    # format never does.
+    # Before the first part is written, the ledger does not show whether the cache has a loss mask. For a cache built
+    # elsewhere, the format never shows it.
     by_index = any(isinstance(shard, TokenShard) and shard.by_index for shard in build.shards)
     if ledger.marks or build.format.has_loss_mask or by_index:
         stream.loss_mask = LossMaskStream(build.store, ledger, np.dtype(np.uint8))

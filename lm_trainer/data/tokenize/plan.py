@@ -1,4 +1,4 @@
-"""Cache plan of a configuration: its caches and their builds."""
+"""The cache plan of a configuration, with its caches and their builds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.data.tokenizer.fast import choose_backend
 
 Builds = dict[str, Build | FinishedCache | ReadyRows]
-"""Builds by `NAME/train` and `NAME/validation`."""
+"""Builds, keyed by `NAME/train` and `NAME/validation`."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class CachePlan:
     """The caches of a configuration, built or not."""
 
     directory: str
-    """The directory of the tokenizer, and of caches without a separate directory."""
+    """The directory of the tokenizer, and of all caches that have no separate directory."""
     tokenizer: HfTokenizer
     builds: Builds
 
     @property
     def directories(self) -> list[str]:
-        """The directories of all caches: `directory`, if it holds any cache, and directories outside of it."""
+        """The directories of all caches: `directory`, if it holds any cache, and the directories outside it."""
         root = KvStore(self.directory).url
         parents = dict.fromkeys(build.store.url.rpartition("/")[0] for build in self.builds.values())
         outside = [url for url in parents if url != root and not url.startswith(f"{root}/")]
@@ -47,7 +47,7 @@ def plan_caches(config: DataConfig, on_progress: OnProgress | None = None, ray: 
     """Lists the sources and loads the tokenizer, or trains it if necessary. Does not tokenise.
 
     Raises:
-        UserError: for missing data, or a tokenizer trained with a different recipe.
+        UserError: if data are missing, or the tokenizer was trained with a different recipe.
     """
     directory, caches = find_caches(config)
     return plan_builds(config, directory, caches, prepare_tokenizer(config, directory, caches, on_progress), ray)
@@ -60,14 +60,14 @@ def plan_builds(
     tokenizer: HfTokenizer,
     ray: RayConfig | None = None,
 ) -> CachePlan:
-    """Plans some caches of a configuration for a tokenizer, with the backend set in `data.tokenizer_backend`."""
+    """Plans the given caches of a configuration for a tokenizer, with the backend set in `data.tokenizer_backend`."""
     missing = [cache.shards for cache in caches.values() if not Ledger.read(KvStore(cache.url)).finished]
     tokenizer = choose_backend(tokenizer, config.tokenizer_backend, missing, _find_backend(caches))
     return CachePlan(directory, tokenizer, _make_builds(config, caches, tokenizer, ray))
 
 
 def open_builds(config: DataConfig, directory: str, caches: Mapping[str, CacheSpec]) -> Builds:
-    """Makes the builds of `plan_caches` only to read their ledgers, without training a tokenizer or comparing backends.
+    """Makes the builds of `plan_caches` for reading their ledgers, without training a tokenizer or comparing backends.
 
     Args:
         config: the `data` section.
@@ -82,7 +82,7 @@ def open_builds(config: DataConfig, directory: str, caches: Mapping[str, CacheSp
 
 
 def find_mismatches(config: DataConfig, directory: str, caches: Mapping[str, CacheSpec]) -> dict[str, str]:
-    """Finds existing caches that training would reject, with the reasons. Read-only."""
+    """Finds existing caches that training would reject, and returns the reasons. Changes no file."""
     begun = [name for name, cache in caches.items() if cache.begun]
     if not begun:
         return {}
@@ -111,14 +111,14 @@ def _make_builds(
         elif cache.config.gives_rows:
             builds[name] = ReadyRows(cache.title, store, cache.shards, tokenizer, format)
         else:
-            # Only when the build begins, so that a directory with another cache is left unchanged.
+            # Saved only when the build begins, so that a directory with another cache is left unchanged.
             on_begin = partial(save_tokenizer, tokenizer, KvStore(store.url.rpartition("/")[0]))
             builds[name] = Build(cache.title, store, cache.shards, tokenizer, options, format, on_begin)
     return builds
 
 
 def _find_backend(caches: Mapping[str, CacheSpec]) -> str | None:
-    """Returns the tokenizer backend the first cache was built with; None if no cache exists."""
+    """Returns the tokenizer backend with which the first existing cache was built; None if no cache exists."""
     for cache in (cache for cache in caches.values() if not cache.prebuilt):
         if (manifest := read_manifest(KvStore(cache.url))) is not None:
             return manifest["tokenizer"].get("backend")

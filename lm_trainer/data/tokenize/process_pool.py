@@ -1,4 +1,4 @@
-"""Process pool for building; every process writes one shard at a time."""
+"""A process pool for building caches. Every process writes one shard at a time."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from lm_trainer.data.tokenize.shard_writer import write_shard
 _TICK_SECONDS, _GRACE_SECONDS = 0.2, 5.0
 
 THREAD_VARIABLES = ("RAYON_NUM_THREADS", "FASTOKENS_BPE_THREADS")
-"""Environment variables for the number of encoding threads of `tokenizers` and `fastokens`, read at their first use."""
+"""Environment variables that set the number of encoding threads of `tokenizers` and `fastokens`, which read them at
+their first use."""
 
 _stop: Connection | None = None
-"""In a worker: its end of a pipe. When the parent closes the other end, the worker stops after the current batch."""
+"""A worker's end of a pipe. When the parent closes the other end, the worker stops after the current batch."""
 
 
 def run_in_processes(jobs: Sequence[ShardJob], num_workers: int, tick: Callable[[], None]) -> None:
-    """Runs every job in one of `num_workers` spawned processes, and meanwhile calls `tick` in this process.
+    """Runs the jobs in `num_workers` spawned processes, and calls `tick` in this process meanwhile.
 
     The first failure stops the other jobs at their next batch. Committed parts are kept.
 
     Raises:
         MachineError: if a worker was killed from outside.
     """
-    # Spawned, not forked: a fork of a process with JAX or TensorStore threads may inherit a locked mutex.
+    # Spawned, not forked, because a fork of a process with JAX or TensorStore threads may inherit a locked mutex.
     context = multiprocessing.get_context("spawn")
-    # A pipe, not an event: setting an event blocks until every waiting process wakes up, even one that was killed.
+    # A pipe, not an event, because setting an event blocks until every waiting process wakes up, even a killed one.
     stopped, stop = context.Pipe(duplex=False)
     threads = max(1, available_cores() // num_workers)
     arguments = (stopped, threads)
@@ -64,14 +65,14 @@ def _start_worker(stopped: Connection, threads: int) -> None:
     for name in THREAD_VARIABLES:
         os.environ[name] = str(threads)
     keep_freed_memory()
-    # Ctrl-C reaches the whole process group; only the parent handles it.
+    # Ctrl-C reaches the whole process group, but only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for wait_and_exit in (_exit_with_parent, _exit_when_stopped):
         threading.Thread(target=wait_and_exit, daemon=True).start()
 
 
 def _exit_when_stopped() -> None:
-    """Ends a worker stuck in a batch of rows, for example because a server does not answer."""
+    """Ends a worker that is stuck in a batch of rows, for example because a server does not answer."""
     assert _stop is not None
     _stop.poll(None)
     time.sleep(_GRACE_SECONDS)
@@ -80,7 +81,7 @@ def _exit_when_stopped() -> None:
 
 
 def _exit_with_parent() -> None:
-    """Ends a worker whose parent was killed; the process pool does not do this."""
+    """Ends a worker whose parent was killed, because the process pool does not do this."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -1,4 +1,4 @@
-"""Progress of a build, and callbacks to report it."""
+"""The progress of a build, and callbacks that report it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lm_trainer.data.sources import Shard
 
 
 class BuildProgress(NamedTuple):
-    """State of a build: how much text is done, how fast, and the time left."""
+    """State of a build: how much text is tokenised, the speed, and the time left."""
 
     name: str
-    """The object being built: `tokenizer`, `train` or `validation`."""
+    """Name of the object that is being built: `tokenizer`, `train` or `validation`."""
     done_bytes: int
-    """Text tokenised so far, including earlier runs."""
+    """Number of bytes of text tokenised so far, including by earlier runs."""
     total_bytes: int | None
-    """None if the amount of text is unknown before reading (compressed files)."""
+    """Number of bytes of the full text; None if it is unknown until the text is read (compressed files)."""
     tokens: int
     share: float = 0.0
     """Fraction of the work done so far; compressed files count only once they are complete."""
     rate: float = 0.0
-    """Text bytes per second since this attempt began."""
+    """Number of text bytes per second since this attempt began."""
     seconds_left: float | None = None
 
     def __str__(self) -> str:
@@ -34,7 +34,7 @@ class BuildProgress(NamedTuple):
 
     @property
     def figures(self) -> str:
-        """Text done, rate and time left, as readable text."""
+        """The amount of text done, the rate and the time left, formatted for people."""
         of_total = "" if self.total_bytes is None else f" of {self.total_bytes / 1e6:.1f}"
         pace = f", {self.rate / 1e6:.1f} MB/s" if self.rate else ""
         left = f", {self.seconds_left:.0f} s left" if self.seconds_left else ""
@@ -50,7 +50,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class BuildCallbacks:
-    """Functions called several times a second during a build, even if another process builds."""
+    """Functions called several times a second during a build, even while another process does the building."""
 
     on_progress: OnProgress | None = None
     on_ledger: Callable[[Ledger], None] | None = None
@@ -65,18 +65,18 @@ class ProgressMeter:
     def __init__(self, name: str, shards: Sequence[Shard]):
         self._name, self._shards = name, shards
         self._begun: tuple[float, int, float] | None = None
-        """Time, bytes done and share done at the first measurement."""
+        """Time, number of bytes done and fraction done at the first measurement."""
 
     def measure(self, ledger: Ledger, uncommitted: int) -> BuildProgress:
         """Returns the progress.
 
         Args:
             ledger: the parts built so far.
-            uncommitted: text bytes that are encoded, but not yet in a part.
+            uncommitted: number of text bytes that are encoded but not yet committed in a part.
         """
         total = self._total_bytes()
         done = sum(ledger.text_bytes) + uncommitted
-        # Never more than the total: a replaced character may take more bytes than in the source.
+        # Capped at the total, because a replaced character may take more bytes than it does in the source.
         done = done if total is None else min(done, total)
         share = done / total if total else self._completed_share(ledger)
         current_time = time.monotonic()
@@ -93,7 +93,10 @@ class ProgressMeter:
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
     def _completed_share(self, ledger: Ledger) -> float:
-        """Returns the fraction of stored bytes in completed shards, for text of unknown size."""
+        """Returns the fraction of stored bytes that are in completed shards.
+
+        Used when the size of the text is unknown.
+        """
         stored = sum(shard.size for shard in self._shards)
         read = sum(shard.size for shard in self._shards[: ledger.next[0]])
         return read / stored if stored else 0.0

@@ -1,4 +1,4 @@
-"""Ray backend for building, with one task per shard. Produces the same bytes as the other backends."""
+"""Builds caches on Ray, with one task per shard. Produces the same bytes as the other backends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TICK_SECONDS = 0.2
 
 
 def run_on_ray(jobs: Sequence[ShardJob], config: RayConfig, tick: Callable[[], None]) -> None:
-    """Runs every job as a Ray task, and meanwhile calls `tick`.
+    """Runs every job as a Ray task, and calls `tick` in this process meanwhile.
 
     The first failure cancels the other tasks. Committed parts are kept. A cluster started by this call is shut down
     at the end.
@@ -49,14 +49,14 @@ def _run_all(ray: ModuleType, jobs: Sequence[ShardJob], tick: Callable[[], None]
             ray.get(done)
             tick()
     except ray.exceptions.RayTaskError as error:
-        # Raise the original error of the task, as a local worker process would.
+        # Raises the original error of the task, as a local worker process would.
         raise error.cause if isinstance(error.cause, Exception) else error from None
     except ray.exceptions.RayError as error:
         raise MachineError(
             f"a task that tokenises data was lost: {error}. What was built is kept; start again to go on"
         ) from None
     finally:
-        # Forced, since a task waiting for a server would not notice a normal cancellation.
+        # Forced, since a task that waits for a server would not notice a normal cancellation.
         for task_ref in waiting:
             ray.cancel(task_ref, force=True)
 

@@ -1,4 +1,4 @@
-"""Ready-made rows, used like a finished build without tokens."""
+"""Ready-made rows, which are used like a finished build without tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lm_trainer.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ReadyRows:
-    """Has the interface of a finished `Build`. Its cache is empty and identified by the sources of the rows."""
+    """Has the interface of a finished `Build`. Its cache is empty and is identified by the sources of the rows."""
 
     name: str
     store: KvStore

@@ -1,4 +1,4 @@
-"""Reader of a shard: groups its rows into batches for the tokenizer, in threads that run in parallel with encoding.
+"""Reads a shard, and groups its rows into batches for the tokenizer, in threads that run in parallel with encoding.
 
 A shard passes through three threads. The first reads a few batches ahead, and encodes some of them itself when it is
 too far ahead (`map_with_prefetch`). The caller's thread encodes the other batches. The third writes parts
@@ -21,10 +21,11 @@ from lm_trainer.data.sources import BadRow, Row, Shard
 from lm_trainer.data.tokenizer import Tokenizer
 
 BATCH_ROWS = 4096
-"""Maximum number of rows encoded together; a batch ends earlier at the tokenizer's `batch_bytes`. Changes no result."""
+"""Maximum number of rows encoded together; a batch ends earlier at the tokenizer's `batch_bytes`. The result does not
+depend on it."""
 
 AHEAD = 2
-"""Batches read ahead; the reading thread encodes one batch beyond these. Changes no result."""
+"""Number of batches read ahead; the reading thread encodes one batch beyond these. Does not affect the result."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -33,7 +34,7 @@ Arguments = TypeVarTuple("Arguments")
 
 @dataclass(frozen=True)
 class ShardJob:
-    """The job of building one shard. Picklable."""
+    """A job to build one shard. Picklable."""
 
     store: KvStore
     index: int
@@ -57,37 +58,40 @@ class ShardJob:
 
 @dataclass
 class RowBatch:
-    """Some rows of one part."""
+    """Consecutive rows of one part."""
 
     row_end: int
-    """One more than the number of the last row read, even if that row is not in the batch."""
+    """Exclusive end of the rows read, even if the last of them is not in the batch."""
     ends_part: bool = False
     rows: list[Row] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
-    """Input of the format's `encode`, one value per row."""
+    """Inputs for the format's `encode`, one value per row."""
     text_bytes: int = 0
     kept_bytes: int = 0
-    """Bytes of the text, plus the data stored with its tokens."""
+    """Number of bytes of the text and of the data stored with its tokens."""
     empty: int = 0
     replaced: int = 0
     bad: list[str] = field(default_factory=list)
 
 
 def read_batches(job: ShardJob, *, part: int, row: int, is_open: bool) -> Generator[RowBatch, None, None]:
-    """Yields the rows of a shard from number `row`, the first row of part `part`; the last batch ends the last part.
+    """Yields batches of a shard's rows, starting with `row`, the first row of part `part`.
+
+    The last batch ends the last part.
 
     Args:
         job: the shard to read.
-        part: part index within the shard.
-        row: row number within the shard.
+        part: index of the part within the shard.
+        row: number of the row within the shard.
         is_open: True if the row continues a document.
 
     Raises:
-        UserError: for a bad row if the job does not skip bad rows, an unreadable file, or one that changes meanwhile.
+        UserError: if a row is bad and the job does not skip bad rows, or if a file is unreadable or changes meanwhile.
     """
     files = _FileCheck(job)
     first, largest = job.part_bytes
-    # Parts double in size. The shift is bounded, since otherwise the integer would grow by one bit per part.
+    # Each part is twice as large as the previous one. The shift is bounded, since otherwise the integer would grow by
+    # one bit per part.
     limit, kept_bytes = min(first << min(part, 40), largest), 0
     batch, part_start = RowBatch(row), row
     for next_row in job.shard.rows(row):
@@ -113,16 +117,16 @@ def read_batches(job: ShardJob, *, part: int, row: int, is_open: bool) -> Genera
 
 
 class _FileCheck:
-    """Checks that the files of a shard are unchanged before the rows read from them are committed.
+    """Checks that the files of a shard are unchanged before the rows read from the files are committed.
 
-    Otherwise the cache could contain a changed file while its manifest names the old version.
+    Otherwise, the cache could contain a changed file while its manifest names the old version.
     """
 
     def __init__(self, job: ShardJob):
         self._job, self._left = job, list(getattr(job.shard, "files", ()))
 
     def check(self, part: int, row_location: str | None) -> None:
-        """Checks the remaining files up to the one of the row at `row_location`; None means all.
+        """Checks the remaining files up to and including the one with the row at `row_location`; None checks all.
 
         Raises:
             UserError: if a file differs from the manifest.
@@ -134,11 +138,11 @@ class _FileCheck:
                     f"{file.name} changed while it was tokenised: it had {file.size} bytes (version {file.version}), "
                     f"now {current.size} (version {current.version}). {self._repair_advice(part)}"
                 )
-        # Keep the last file: the next part may hold more of it.
+        # Keep the last file, because the next part may hold more of its rows.
         self._left = self._left[last:]
 
     def _find_file_index(self, row_location: str) -> int:
-        """Returns the index of the row's file among the remaining ones."""
+        """Returns the index of the row's file among the remaining files."""
         for index, file in enumerate(self._left):
             if row_location == file.name or row_location.startswith((f"{file.name}:", f"{file.name}[")):
                 return index
@@ -155,7 +159,7 @@ class _FileCheck:
 
 
 def _add_row(job: ShardJob, batch: RowBatch, row: Row | BadRow, is_open: bool) -> bool:
-    """Adds a row to the batch. Returns False if the row is empty and ends no document."""
+    """Adds a row to the batch. Returns False if the row is empty and does not end a document."""
     value, size, extra_bytes = "", 0, 0
     if isinstance(row, Row):
         try:
@@ -179,14 +183,14 @@ def _add_row(job: ShardJob, batch: RowBatch, row: Row | BadRow, is_open: bool) -
 
 
 def map_with_prefetch(items: Generator[T, None, None], work: Callable[[T], R]) -> Generator[tuple[T, R], None, None]:
-    """Yields (item, work(item)) in order; a second thread produces the items. Errors are raised in order, too.
+    """Yields (item, work(item)) in order. A second thread produces the items. Errors are also raised in order.
 
     The work is done in the caller's thread. When it is AHEAD items behind, the producing thread does the work on the
     next item itself, so both threads stay busy even if one side is slower.
 
     Args:
-        items: source of the items; closed at the end.
-        work: function called from two threads at once.
+        items: source of the items, which is closed at the end.
+        work: function that is called from two threads at once.
     """
     end: Any = object()
     num_made = num_taken = 0
@@ -213,7 +217,9 @@ def map_with_prefetch(items: Generator[T, None, None], work: Callable[[T], R]) -
 
 
 class BackgroundStage:
-    """Pipeline stage in a thread: runs one call while the caller prepares the next. On exit it waits for the last call.
+    """A pipeline stage in a thread, which runs one call while the caller prepares the next.
+
+    On exit, waits for the last.
 
     At most one call is pending, so memory stays bounded even if this stage is slower than the caller.
     """
@@ -223,7 +229,7 @@ class BackgroundStage:
         self._doing.set_result(None)
 
     def submit(self, function: Callable[[*Arguments], None], *args: *Arguments) -> None:
-        """Waits until the previous call is done, and starts this one.
+        """Waits until the previous call is done, and starts this call.
 
         Raises:
             Exception: the error that ended the previous call.

@@ -1,6 +1,6 @@
-"""Writer of one shard: encodes its rows and writes its parts. Deterministic and idempotent.
+"""Writes one shard: encodes its rows and writes its parts. Deterministic and idempotent.
 
-Shape letters: T tokens, of a document or of a part.
+Shape letters: T tokens of a document or a part.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class OpenPart:
     """True if the first tokens belong to a document that began in an earlier part."""
     ids: list[np.ndarray] = field(default_factory=list)
     in_loss: list[np.ndarray] = field(default_factory=list)
-    """bool per token, if the format has a loss mask."""
+    """One bool per token and one array per document, if the format has a loss mask."""
     features: list[np.ndarray] = field(default_factory=list)
-    """Features per document, if the format stores features."""
+    """Features of each document, if the format stores features."""
     lengths: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     documents: int = 0
@@ -52,11 +52,11 @@ def write_shard(
 
     Args:
         job: the shard and its destination.
-        on_rows: called with the text bytes of every encoded batch.
-        stopped: checked before every batch; returns True to stop.
+        on_rows: called with the number of text bytes in each encoded batch.
+        stopped: called before every batch; returns True to stop.
 
     Raises:
-        UserError: for a bad row if the job does not skip bad rows, or an unreadable file.
+        UserError: if a row is bad and the job does not skip bad rows, or if a file is unreadable.
         MachineError: if the store cannot be written.
         Stopped: if `stopped` returned True.
     """
@@ -85,7 +85,7 @@ class _ShardWriter:
         self.part = OpenPart(row, continues=self.is_open)
 
     def _find_resume_point(self) -> tuple[int, int, bool]:
-        """Finds the first uncommitted part: its index, its first row, and True if that row continues a document."""
+        """Returns the index of the first uncommitted part, its first row, and True if that row continues a document."""
         index, row, is_open = 0, 0, False
         while (record := read_record(self.job.store, part_name(self.job.index, index))) is not None:
             index, row, is_open = index + 1, record["rows"][1], record["open"]
@@ -102,7 +102,7 @@ class _ShardWriter:
                 self._add_documents(batch, documents, writer)
                 if self.on_rows and batch.rows:
                     self.on_rows(batch.text_bytes)
-        # Only after the writer has ended: the file must not count parts that are missing.
+        # Written only after the writer has ended, because the file must not count parts that are missing.
         self.job.store.write_json(shard_key(self.job.index), {"parts": self.index})
 
     def _encode_batch(self, batch: RowBatch) -> list[EncodedDocument | UnusableRow]:
@@ -111,7 +111,7 @@ class _ShardWriter:
     def _add_documents(
         self, batch: RowBatch, documents: list[EncodedDocument | UnusableRow], writer: BackgroundStage
     ) -> None:
-        """Adds encoded documents to the part, and commits the part if the batch ends it."""
+        """Adds encoded documents to the open part, and commits the part if the batch ends it."""
         part, usable = self.part, list[tuple[Row, EncodedDocument]]()
         part.text_bytes += batch.text_bytes
         part.empty += batch.empty
@@ -134,11 +134,11 @@ class _ShardWriter:
             self._commit(batch.row_end, writer)
 
     def _append_texts(self, usable: list[tuple[Row, EncodedDocument]]) -> None:
-        """Adds texts, or pieces of texts."""
+        """Adds the tokens of texts or pieces of texts."""
         part, pieces = self.part, []
         for row, document in usable:
             tokens = len(document.ids)
-            # BOS comes before the first piece of a document, EOS after its last.
+            # BOS comes before the first piece of a document, and EOS after its last piece.
             if self.begin is not None and not self.is_open:
                 pieces.append(self.begin)
                 tokens += 1
@@ -149,16 +149,16 @@ class _ShardWriter:
                 tokens += 1
                 part.documents += 1
             self._count_tokens(row, tokens)
-        # One concatenation for the whole batch: one per document would take several times as long.
+        # Concatenated once for the whole batch, since concatenating each document would take several times as long.
         part.ids.append(np.concatenate([np.zeros(0, self.dtype), *pieces], dtype=self.dtype, casting="unsafe"))
 
     def _append_ids(self, row: Row, ids_T: np.ndarray) -> None:
-        """Adds ids that may hold several documents, each ended by EOS."""
+        """Adds the ids of a row, which may hold several documents, each ended by EOS."""
         ends = np.flatnonzero(ids_T == self.eos)
         for piece in np.split(ids_T, ends + 1)[:-1]:
             self._append_document(row, piece[:-1])
         remainder = ids_T[ends[-1] + 1 :] if len(ends) else ids_T
-        # A row without ids is an empty document, but no document follows an EOS at the end of a row.
+        # A row without ids is an empty document, but an EOS at the end of a row does not start another document.
         if len(remainder) or not len(ends):
             self._append_document(row, remainder)
 
@@ -169,9 +169,9 @@ class _ShardWriter:
         self.part.documents += 1
 
     def _count_tokens(self, row: Row, tokens: int) -> None:
-        """Counts the tokens of a document, or of a piece, which is then added to the open document."""
+        """Counts the tokens of a document. The tokens of a piece are added to the open document."""
         part = self.part
-        # In a new part, even a continued document gets a new entry; readers add up the pieces.
+        # In a new part, even a continued document gets a new entry. Readers add up the pieces.
         if self.is_open and part.lengths:
             part.lengths[-1] += tokens
         else:
@@ -180,10 +180,10 @@ class _ShardWriter:
         self.is_open = not row.ends_document
 
     def _append_masked(self, row: Row, document: EncodedDocument) -> None:
-        """Adds a document with a loss mask. EOS is in the loss if the last token is."""
+        """Adds a document with a loss mask. Its EOS counts in the loss if its last token does."""
         ids_T, mask_T = np.asarray(document.ids, self.dtype), document.loss_mask
         assert mask_T is not None
-        # No EOS is added if the chat template has written one already.
+        # No EOS is added if the chat template has already written one.
         num_bos, num_eos = int(self.bos is not None), int(not len(ids_T) or ids_T[-1] != self.eos)
         part = self.part
         part.ids.append(np.pad(ids_T, (num_bos, num_eos), constant_values=(self.bos or 0, self.eos)))
@@ -223,7 +223,7 @@ def _write_part(job: ShardJob, name: str, part: OpenPart, record: dict[str, obje
     """
     tokens = b"".join(ids.data for ids in part.ids)
     ids_T = np.frombuffer(tokens, token_dtype(job.tokenizer.vocab_size))
-    # Checked once per part: a check per batch would make the encoding threads wait for each other.
+    # Checked once per part, because a check per batch would make the encoding threads wait for each other.
     if not job.format.has_loss_mask and np.count_nonzero(ids_T == job.tokenizer.eos_id) != part.documents:
         location = _find_eos_location(job, part)
         raise UserError(
@@ -248,7 +248,7 @@ def _write_part(job: ShardJob, name: str, part: OpenPart, record: dict[str, obje
 
 
 def _find_eos_location(job: ShardJob, part: OpenPart) -> str:
-    """Rereads a part to find the first row whose text is encoded with the end-of-document token."""
+    """Rereads a part to find the first row whose encoded text contains the end-of-document token."""
     for batch in read_batches(job, part=0, row=part.row_start, is_open=part.continues):
         for row, document in zip(batch.rows, job.format.encode(batch.values, job.tokenizer), strict=True):
             if isinstance(document, EncodedDocument) and job.tokenizer.eos_id in np.asarray(document.ids):

@@ -1,4 +1,4 @@
-"""Index of a shard of ready-made tokens: document ends and a hash. The tokens themselves are not copied.
+"""Indexes a shard of ready-made tokens: records the document ends and a hash, but does not copy the tokens.
 
 Shape letters: T tokens of a part, D documents of a file.
 """
@@ -20,7 +20,7 @@ from lm_trainer.data.tokenize.progress import Stopped
 from lm_trainer.data.tokenize.shard_reader import ShardJob
 
 PART_TOKENS = 1 << 24
-"""Tokens per part; the last part of a file may be shorter."""
+"""Number of tokens per part; the last part of a file may be shorter."""
 
 
 class _PartStart(NamedTuple):
@@ -28,7 +28,7 @@ class _PartStart(NamedTuple):
 
     part: int
     row: int
-    """Number of tokens of the shard before this part."""
+    """Number of tokens of the shard that precede this part."""
     continues: bool
     """True if the part starts inside a document."""
 
@@ -36,7 +36,10 @@ class _PartStart(NamedTuple):
 def index_tokens(
     job: ShardJob, on_rows: Callable[[int], None] | None = None, stopped: Callable[[], bool] = lambda: False
 ) -> None:
-    """Writes every missing part of the shard, without tokens; same arguments and errors as `write_shard`."""
+    """Writes every missing part of the shard, without its tokens.
+
+    Takes the arguments of `write_shard` and raises its errors.
+    """
     shard = job.shard
     assert isinstance(shard, TokenShard)
     arrays = shard.token_arrays(token_dtype(job.tokenizer.vocab_size))
@@ -71,7 +74,7 @@ def _check_ends(job: ShardJob, array: TokenArray, ends_D: np.ndarray) -> None:
     """Checks that every document of an index ends with EOS.
 
     Raises:
-        UserError: names the first document without it.
+        UserError: if a document does not; names the first one.
     """
     tokens = TokenLocation(array.path, array.kind, array.dtype, array.header, 0).open(array.count)
     begin = 0
@@ -95,7 +98,7 @@ def _check_ends(job: ShardJob, array: TokenArray, ends_D: np.ndarray) -> None:
 def _index_part(
     job: ShardJob, start: _PartStart, source: TokenLocation, count: int, ends_D: np.ndarray | None
 ) -> dict[str, Any]:
-    """Writes the index and the commit record of one part; returns the record."""
+    """Writes the index and the commit record of one part. Returns the record."""
     shard, name = job.shard, part_name(job.index, start.part)
     assert isinstance(shard, TokenShard)
     ids_T = np.ascontiguousarray(source.open(count)[0:count])
@@ -132,10 +135,12 @@ def _index_part(
 
 
 def _check_ids(job: ShardJob, source: TokenLocation, ids_T: np.ndarray) -> None:
-    """Checks that the ids are in the vocabulary: ids outside of it would read the wrong row of the embedding.
+    """Checks that the ids are in the vocabulary.
+
+    An id outside the vocabulary would read the wrong row of the embedding.
 
     Raises:
-        UserError: names the first wrong id, or the type the file was actually written in.
+        UserError: if they are not; names the first wrong id, or the type in which the file was actually written.
     """
     vocab_size = job.tokenizer.vocab_size
     assert isinstance(job.shard, TokenShard)

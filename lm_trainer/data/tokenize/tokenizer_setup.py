@@ -1,4 +1,4 @@
-"""Tokenizer of a configuration: a named one, the one stored with a cache, or one trained and stored with the caches."""
+"""The tokenizer of a configuration: loaded by name or from a cache, or trained and stored with the caches."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def prepare_tokenizer(
     # Another process may have trained the same tokenizer meanwhile.
     if store.read(_RECIPE) is None and _matches_tokenizer(caches, tokenizer):
         _write_tokenizer(tokenizer, store)
-        # Writing the recipe commits the tokenizer: without it the other files are ignored.
+        # Writing the recipe commits the tokenizer, because the other files are ignored without it.
         store.write_json(_RECIPE, recipe, if_generation=MISSING)
     return tokenizer
 
 
 def find_tokenizer(config: DataConfig, cache_dir: str, caches: Mapping[str, CacheSpec]) -> HfTokenizer:
-    """Loads the tokenizer without training one.
+    """Loads the tokenizer, but never trains one.
 
     Raises:
         UserError: if the tokenizer is missing, or was trained with a different recipe.
@@ -69,13 +69,16 @@ def find_tokenizer(config: DataConfig, cache_dir: str, caches: Mapping[str, Cach
 
 
 def save_tokenizer(tokenizer: HfTokenizer, store: KvStore) -> None:
-    """Saves the tokenizer with the caches, so they can be opened without the configuration that built them."""
+    """Saves the tokenizer with the caches, so that they can be opened without the configuration that built them."""
     if store.read(_CONTENT) is None:
         _write_tokenizer(tokenizer, store)
 
 
 def _choose_tokenizer_config(config: DataConfig) -> TokenizerConfig:
-    """Returns the configured tokenizer; a cache built elsewhere defaults to the tokenizer stored with it."""
+    """Returns the `tokenizer` section.
+
+    For a cache built elsewhere, it defaults to the tokenizer stored with the cache.
+    """
     if config.tokenizer is not None or not isinstance(config.source, PrebuiltCache):
         return config.tokenizer_config
     store = KvStore(config.source.path)
@@ -106,7 +109,7 @@ def _train_shards(caches: Mapping[str, CacheSpec]) -> list[Shard]:
 
 
 def _read_trained(store: KvStore, recipe: Mapping[str, object]) -> HfTokenizer | None:
-    """Reads the tokenizer trained by an earlier run with the same recipe; None if none was trained."""
+    """Reads the tokenizer that an earlier run trained with the same recipe; None if there is none."""
     recorded = store.read_json(_RECIPE)
     if recorded is None:
         return None
@@ -130,6 +133,6 @@ def _matches_tokenizer(caches: Mapping[str, CacheSpec], tokenizer: HfTokenizer) 
 
 
 def _write_tokenizer(tokenizer: HfTokenizer, store: KvStore) -> None:
-    # tokenizer.json comes last: readers take its existence as a sign of a complete tokenizer.
+    # tokenizer.json is written last, because readers take its existence as a sign that the tokenizer is complete.
     for name, content in sorted(tokenizer.files().items(), key=lambda file: file[0] == TOKENIZER_FILE):
         store.write(f"tokenizer/{name}", content)

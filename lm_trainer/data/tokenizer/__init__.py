@@ -1,4 +1,4 @@
-"""Tokenizers. To add a kind: one file, one line in the union, one case in `make_tokenizer`."""
+"""Tokenizers. To add a kind, write one file, and add one line to the union and one case to `make_tokenizer`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AnyTokenizer = Annotated[
 
 
 def tokenizer_config(value: str | TokenizerConfig | None) -> TokenizerConfig:
-    """Expands short forms: None trains a tokenizer, `bytes` means byte tokens, other text is a path or hub name."""
+    """Expands short forms. None trains a tokenizer, `bytes` means byte tokens, and other text is a path or hub name."""
     if value is None:
         return TrainedBpe()
     if isinstance(value, str):
@@ -33,7 +33,7 @@ def load_tokenizer(directory: str | Path) -> HfTokenizer:
     Raises:
         UserError: if the tokenizer is missing or damaged.
     """
-    # The trailing slash marks a path: a missing directory must not be looked up on the hub.
+    # The trailing slash marks a path, so that a missing directory is not looked up on the hub.
     tokenizer = load_pretrained(Pretrained(name=f"{Path(directory).absolute()}/"))
     if tokenizer.files()["tokenizer.json"] == CONTENT.encode():
         return tokenizer.with_backend(ByteTokenizer)

@@ -1,4 +1,4 @@
-"""Base of tokenizers: a Hugging Face `tokenizer.json` and its companion files.
+"""Base classes of tokenizers. A tokenizer is a Hugging Face `tokenizer.json` with its companion files.
 
 Shape letters: T tokens of a text.
 """
@@ -27,15 +27,15 @@ from lm_trainer.data.tokenizer.rust import open_rust, settings_without_sampling,
 logger = logging.getLogger(__name__)
 
 EOS_TOKEN = "<|endoftext|>"
-"""The end-of-document token of tokenizers created by lm_trainer."""
+"""The end-of-document token of tokenizers that lm_trainer creates."""
 
 _DEFAULT_SETTINGS = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-"""Default tokenizer_config.json, for tokenizers without one."""
+"""Default contents of tokenizer_config.json, for tokenizers without this file."""
 _USUAL_EOS = (EOS_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
 Identity = dict[str, Any]
-"""JSON that identifies a tokenizer."""
+"""JSON object that identifies a tokenizer."""
 
 
 class Tokenizer(Protocol):
@@ -43,12 +43,12 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id, special tokens included."""
+        """One more than the largest id, including special tokens."""
         ...
 
     @property
     def batch_bytes(self) -> int:
-        """Best size of a batch for `encode_batch`, in UTF-8 bytes of text."""
+        """The best size of a batch for `encode_batch`, in UTF-8 bytes of text."""
         ...
 
     @property
@@ -58,7 +58,7 @@ class Tokenizer(Protocol):
 
     @property
     def bos_id(self) -> int | None:
-        """The start-of-document token; None for tokenizers that do not add one."""
+        """The start-of-document token; None if the tokenizer does not add one."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -74,15 +74,18 @@ class Tokenizer(Protocol):
         ...
 
     def identity(self) -> Identity:
-        """Returns JSON that identifies the tokenizer, independent of its backend: a model belongs to one tokenizer."""
+        """Returns JSON that identifies the tokenizer for which a model is trained.
+
+        It does not depend on the backend.
+        """
         ...
 
     def fingerprint(self) -> Identity:
-        """Returns JSON that changes whenever ids may change: identity, backend and version."""
+        """Returns JSON that changes whenever ids may change: the identity, the backend and its version."""
         ...
 
     def save(self, directory: str | Path) -> None:
-        """Writes files for `transformers.AutoTokenizer` and `load_tokenizer`."""
+        """Writes the files that `transformers.AutoTokenizer` and `load_tokenizer` read."""
         ...
 
 
@@ -94,9 +97,9 @@ class HfTokenizer:
     """Runs a `tokenizer.json` with the `tokenizers` package. Picklable.
 
     Args:
-        content: the text of `tokenizer.json`; kept byte for byte, except for random sampling, which is turned off.
-        settings: `tokenizer_config.json` as a mapping.
-        extras: further files of the tokenizer by name.
+        content: the text of `tokenizer.json`, kept byte for byte except for random sampling, which is turned off.
+        settings: the contents of `tokenizer_config.json`.
+        extras: further files of the tokenizer, keyed by name.
         eos_token: overrides the end-of-document token of the settings.
         origin: source of the tokenizer, for messages.
 
@@ -108,7 +111,7 @@ class HfTokenizer:
     package: ClassVar[str | None] = "tokenizers"
     """The package whose version determines the ids."""
     batch_bytes: int = 1 << 20
-    """Encoding takes about 100 bytes of memory per byte of text."""
+    """Small enough that encoding, which takes about 100 bytes of memory per byte of text, fits in memory."""
 
     def __init__(
         self,
@@ -137,12 +140,12 @@ class HfTokenizer:
         vocabulary = self._rust.get_vocab(with_added_tokens=True)
         self._vocab_size = max(vocabulary.values(), default=-1) + 1
         self._eos_token = self._find_eos(vocabulary, eos_token)
-        # The settings may hold an object with more than the token's text; keep it.
+        # The settings may hold an object with more than the token's text, which is kept.
         if token_text(self._settings.get("eos_token")) != self._eos_token:
             self._settings["eos_token"] = self._eos_token
         self._eos_id = vocabulary[self._eos_token]
         self._bos_id = self._find_bos()
-        # Text that looks like a special token is encoded as plain text: a document must not contain its own EOS.
+        # Text that looks like a special token is encoded as plain text, as a document must not contain its own EOS.
         self._rust.encode_special_tokens = True
         if self._eos_id in self.encode(self._eos_token):
             raise UserError(
@@ -164,7 +167,7 @@ class HfTokenizer:
         return named
 
     def _find_bos(self) -> int | None:
-        """Finds the special token that the post-processor of the tokenizer puts in front of a text."""
+        """Returns the id of the special token that the post-processor puts in front of a text; None if it adds none."""
         # Found by encoding a text, since post-processors come in several kinds and may be nested.
         if not self._rust.num_special_tokens_to_add(is_pair=False):
             return None
@@ -198,15 +201,15 @@ class HfTokenizer:
         return [encoding.ids for encoding in self._rust.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_plain(self, text: str) -> tuple[list[int], np.ndarray]:
-        """Returns the ids like `encode`, and the characters [start, end) of every token: int [T, 2]."""
+        """Returns the same ids as `encode`, and the range of characters [start, end) of every token: int [T, 2]."""
         return _encode_with_offsets(self._rust, text)
 
     def encode_template(self, text: str) -> tuple[list[int], np.ndarray]:
-        """Encodes like `encode_plain`, but recognises special tokens: for text written by a chat template."""
+        """Encodes like `encode_plain`, but recognises special tokens. Used for text written by a chat template."""
         return _encode_with_offsets(self._special_rust(), text)
 
     def encode_special(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Returns the same ids as transformers: recognises special tokens in the text, and can add BOS and EOS."""
+        """Returns the same ids as transformers. Recognises special tokens in the text, and can add BOS and EOS."""
         return self._special_rust().encode(text, add_special_tokens=add_special_tokens).ids
 
     def _special_rust(self) -> RustTokenizer:
@@ -275,7 +278,7 @@ class HfTokenizer:
 
         Raises:
             MachineError: if the files cannot be written.
-            UserError: for a URL.
+            UserError: if `directory` is a URL.
         """
         directory = local_path(directory)
         drafts = {name: (directory / name).with_name(f".{Path(name).name}.tmp") for name in self.files()}
@@ -305,5 +308,5 @@ def _rebuild(kind: type[HfTokenizer], content: str, settings: dict, extras: dict
 
 
 def token_text(value: Any) -> str | None:
-    """Returns the text of a token; settings hold it as text, or as an object with the text in `content`."""
+    """Returns the text of a token, which settings hold as text or as an object with the text in `content`."""
     return value.get("content") if isinstance(value, dict) else value

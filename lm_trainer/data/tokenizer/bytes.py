@@ -1,4 +1,4 @@
-"""Bytes as tokens: no training, no download, and every text is encoded exactly."""
+"""A tokenizer with bytes as tokens. It needs no training and no download, and encodes every text exactly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EOS_ID = 256
 
 
 class BytesTokenizer(TokenizerConfig):
-    """Each byte of the UTF-8 text is a token; 256 bytes and the end-of-document token make a vocabulary of 257."""
+    """Each byte of the UTF-8 text is a token. With the end-of-document token, the vocabulary has 257 tokens."""
 
     type: Literal["bytes"] = "bytes"
 
@@ -22,7 +22,7 @@ class BytesTokenizer(TokenizerConfig):
 
 
 class ByteTokenizer(HfTokenizer):
-    """Ids are byte values; 256 is the end-of-document token."""
+    """A tokenizer whose ids are byte values. 256 is the end-of-document token."""
 
     backend = "bytes"
     package = None
@@ -53,8 +53,9 @@ class ByteTokenizer(HfTokenizer):
 
 
 def byte_characters() -> list[str]:
-    """Returns the character used for each byte in byte-level vocabularies: GPT-2's `bytes_to_unicode`."""
-    # Printable bytes map to themselves, other bytes to characters from 0x100 on: no token has blanks or control codes.
+    """Returns the character that byte-level vocabularies use for each byte, as in GPT-2's `bytes_to_unicode`."""
+    # Printable bytes map to themselves, and others to characters from 0x100 on, so no token has control codes or
+    # blanks.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     substitutes = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(substitutes)) for byte in range(256)]
@@ -74,4 +75,4 @@ def _tokenizer_json() -> str:
 
 
 CONTENT = _tokenizer_json()
-"""The `tokenizer.json` of the byte tokenizer; a constant, so that `load_tokenizer` recognises a saved copy."""
+"""The `tokenizer.json` of the byte tokenizer. It is constant, so that `load_tokenizer` recognises a saved copy."""

@@ -1,4 +1,4 @@
-"""Comparison of two tokenizers by the meaning of their ids."""
+"""Compares two tokenizers by the meaning of their ids."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lm_trainer.data.tokenizer.files import TOKENIZER_FILE
 from lm_trainer.data.tokenizer.rust import open_rust, without_sampling
 
 _SAMPLE = "Hello, World! It's 2,048 tokens\n\tdef f(x):  return x**2 # naïve café — 東京 Москва 🙂\r\n\n   end"
-"""Letters of several scripts, digits, code and white space, to reveal differences in normalisation and splitting."""
+"""Letters of several scripts, digits, code and white space, which reveal differences in normalisation and splitting."""
 
 
 def find_difference(tokenizer: HfTokenizer, directory: Path) -> str | None:
-    """Compares a tokenizer with the one of a model: describes the first difference in vocabulary or splitting.
+    """Compares a tokenizer with a model's tokenizer, and describes the first difference in vocabulary or splitting.
 
     Returns None if the tokenizers agree. The end-of-document token may differ, since the user chooses it.
 
@@ -23,7 +23,7 @@ def find_difference(tokenizer: HfTokenizer, directory: Path) -> str | None:
         directory: the directory of the model, with its tokenizer.json.
 
     Raises:
-        UserError: when that file is damaged.
+        UserError: if tokenizer.json is damaged.
     """
     file = directory / TOKENIZER_FILE
     try:
@@ -42,8 +42,8 @@ def find_difference(tokenizer: HfTokenizer, directory: Path) -> str | None:
 def has_rows_for(tokenizer: HfTokenizer, rows: int) -> bool:
     """Returns True if a model with this number of embedding rows can be used with the tokenizer.
 
-    Some models lack rows for tokens added later, which plain text never contains. Input with such a token is rejected
-    when it is read.
+    Some models lack embedding rows for tokens that were added later, which plain text never contains. Input with such a
+    token is rejected when it is read.
     """
     added = tokenizer.added_tokens()
     surplus = {index for index in tokenizer.used_ids() if index >= rows}

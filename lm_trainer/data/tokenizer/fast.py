@@ -1,4 +1,4 @@
-"""Faster tokenizer backend, used if it is installed and produces the same ids."""
+"""A faster tokenizer backend, which is used if it is installed and produces the same ids."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Backend = Literal["auto", "tokenizers", "fastokens"]
 _MAX_THREADS = 8
 
 SAMPLE_SHARDS, SAMPLE_ROWS, SAMPLE_CHARS = 16, 64, 200_000
-"""Sample for the comparison: shards per source, and rows and characters per shard."""
+"""Size of the sample to compare: number of shards per source, and of rows and characters per shard."""
 
 
 class FastTokenizer(HfTokenizer):
@@ -45,7 +45,7 @@ class FastTokenizer(HfTokenizer):
         super().__init__(content, settings, extras, eos_token=eos_token, origin=origin)
         from fastokens import Tokenizer
 
-        # The batch is proportional to the number of encoding threads, which Rayon reads from the environment. The
+        # The batch size is proportional to the number of encoding threads, which Rayon reads from the environment. The
         # stages of the pipeline exchange the interpreter lock between batches, which would take as long as the encoding
         # of a small batch. The text of a larger batch would not fit into a core's cache.
         num_threads = os.environ.get("RAYON_NUM_THREADS", "")
@@ -56,7 +56,7 @@ class FastTokenizer(HfTokenizer):
         self._fast.no_padding()
 
     def encode_batch(self, texts: Sequence[str]) -> list[Any]:
-        # All ids in one buffer: making a Python list per document would take as long as the encoding.
+        # All ids share one buffer, because making a Python list per document would take as long as the encoding.
         ids, offsets = self._fast.encode_batch_flat(list(texts), split_special_tokens=True)
         all_ids, bounds = np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.uint64).tolist()
         return [all_ids[start:end] for start, end in itertools.pairwise(bounds)]
@@ -70,7 +70,7 @@ def choose_backend(
     Args:
         tokenizer: the tokenizer, with the backend `tokenizers`.
         requested: the backend; `auto` uses fastokens if it is installed and agrees on a sample of every source.
-        sources: the shards to be tokenised, grouped by source.
+        sources: the shards to tokenise, grouped by source.
         built_with: the backend of an existing cache, which `auto` keeps.
 
     Raises:
@@ -78,7 +78,7 @@ def choose_backend(
     """
     if type(tokenizer) is not HfTokenizer:
         return tokenizer
-    # An existing cache keeps its backend, which is part of its identity: installing a package later must not
+    # An existing cache keeps its backend, which is part of its identity, so that installing a package later does not
     # invalidate the cache.
     name = (built_with or "fastokens") if requested == "auto" else requested
     if name != "fastokens":
@@ -99,20 +99,20 @@ def choose_backend(
 
 
 def _try_fast(tokenizer: HfTokenizer, sources: Sequence[Sequence[Shard]]) -> tuple[HfTokenizer, str | None]:
-    """Returns the tokenizer with the fastokens backend, and the reason if this backend cannot be used."""
+    """Tries the fastokens backend. Returns a tokenizer, and the reason why the backend cannot be used, if any."""
     try:
         fast = tokenizer.with_backend(FastTokenizer)
         return fast, find_different_ids(tokenizer, fast, sources)
-    except UserError:  # from a source
+    except UserError:  # raised by a source
         raise
     except Exception as error:  # the package has its own error types for unsupported tokenizers
         return tokenizer, f"it cannot run this tokenizer ({error})"
 
 
 def find_different_ids(first: HfTokenizer, second: HfTokenizer, sources: Sequence[Sequence[Shard]]) -> str | None:
-    """Compares two tokenizers on a sample of every source; describes the first row with different ids, if any."""
+    """Compares two tokenizers on a sample of every source. Describes the first row with different ids, if any."""
     for shards in sources:
-        # Sample from many shards, since they may be in different languages.
+        # Samples from many shards, since they may be in different languages.
         every = max(1, len(shards) // SAMPLE_SHARDS)
         for shard in shards[::every][:SAMPLE_SHARDS]:
             rows = list(_sample_texts(shard))

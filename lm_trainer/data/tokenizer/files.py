@@ -1,4 +1,4 @@
-"""Tokenizer files of the Hugging Face ecosystem, with their names in all classes of transformers."""
+"""Tokenizer files of the Hugging Face ecosystem, with the names that all classes of transformers use."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ COPIED_FILES = (
     "tokenizer.*.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    # Chat templates: the default, further ones by name, and the file processors used in earlier versions.
+    # Chat templates: the default, further ones by name, and the file that processors used in earlier versions.
     "chat_template.jinja",
     f"{_TEMPLATES}/*.jinja",
     "chat_template.json",
-    # Vocabularies of slow tokenizers, still read by other programs: llama.cpp converts Gemma from tokenizer.model.
+    # Vocabularies of slow tokenizers, which other programs still read: llama.cpp converts Gemma from tokenizer.model.
     "tokenizer.model",
     "tokenizer.model.v*",
     "tekken.json",
@@ -49,18 +49,18 @@ COPIED_FILES = (
     "word_pronunciation.json",
     "word_shape.json",
 )
-"""Patterns of files copied without reading them, so that an exported model keeps the tokenizer of its source."""
+"""Patterns of files that are copied without reading them, so that an exported model keeps its source's tokenizer."""
 
 TOKENIZER_FILES = (TOKENIZER_FILE, CONFIG_FILE, *COPIED_FILES)
 """Patterns of all files of a tokenizer."""
 
 
 def read_copied_files(directory: Path, patterns: Sequence[str] = COPIED_FILES) -> dict[str, bytes]:
-    """Reads the files to be copied unchanged, by their path relative to `directory`.
+    """Reads the files to copy unchanged. Returns them keyed by their path relative to `directory`.
 
     Args:
         directory: directory of a published model or its tokenizer.
-        patterns: patterns of the files; tokenizer files by default.
+        patterns: patterns of the files to read; by default, tokenizer files.
 
     Raises:
         UserError: if a file cannot be read, or is a link out of the directory.
@@ -68,7 +68,7 @@ def read_copied_files(directory: Path, patterns: Sequence[str] = COPIED_FILES) -
     files = [path for pattern in patterns for path in sorted(directory.glob(pattern)) if path.is_file()]
     try:
         names = [path.relative_to(directory).as_posix() for path in files]
-        # The files are exported unread: a link must not add another file of this machine.
+        # The files are exported unread, so a link must not add another file of this machine.
         return {name: path_inside(directory, name, directory).read_bytes() for name in names}
     except OSError as error:
         raise UserError(f"{directory}: a file cannot be read: {error}") from None

@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers, from a file, a directory or the hub. Remote code is never run."""
+"""Hugging Face tokenizers, which are read from a file, a directory or the hub. Remote code is never run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from lm_trainer.data.tokenizer.files import CONFIG_FILE, COPIED_FILES, TOKENIZER
 
 
 class Pretrained(TokenizerConfig):
-    """Existing tokenizer: `tokenizer.json`, the directory it is in, or a name on the Hugging Face hub."""
+    """An existing tokenizer: a `tokenizer.json`, the directory that contains it, or a name on the Hugging Face hub."""
 
     type: Literal["hf"] = "hf"
     name: LocalPathOrHubName
     """A path to `tokenizer.json` or its directory, or a hub name such as `gpt2` or `org/model`."""
     revision: str | None = None
-    """Branch, tag or commit on the hub. Pin it: a branch may move."""
+    """Branch, tag or commit on the hub. Pin a commit, since a branch may move."""
     eos_token: str | None = None
-    """The end-of-document token, if the tokenizer does not define it or to override its choice."""
+    """The end-of-document token, if the tokenizer does not define one or to override its choice."""
 
 
 def load_pretrained(config: Pretrained) -> HfTokenizer:
@@ -56,7 +56,7 @@ def load_local(config: Pretrained) -> HfTokenizer | None:
 
 
 def find_pretrained(config: Pretrained) -> None:
-    """Checks that `load_pretrained` can find the tokenizer; asks the hub only if this machine has no copy.
+    """Checks that `load_pretrained` can find the tokenizer. Asks the hub only if this machine has no copy.
 
     Raises:
         UserError: if the tokenizer is missing, or the hub cannot be reached.
@@ -66,7 +66,7 @@ def find_pretrained(config: Pretrained) -> None:
 
 
 def _find_cached_file(config: Pretrained) -> Path | None:
-    """The tokenizer's file in the hub's cache on this machine."""
+    """Returns the path of the tokenizer's file in the hub cache of this machine; None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -117,7 +117,7 @@ def _load_from_hub(config: Pretrained) -> HfTokenizer:
         try:
             return fetch(name)
         except LocalEntryNotFoundError:
-            # Without network. The settings define the EOS token, so the file must be known to be absent, not assumed.
+            # There is no network. The settings define the EOS token, so the file must be known to be absent.
             if try_to_load_from_cache(config.name, name, revision=config.revision) is not _CACHED_NO_EXIST:
                 raise
             return None
@@ -127,7 +127,7 @@ def _load_from_hub(config: Pretrained) -> HfTokenizer:
     try:
         file = fetch(TOKENIZER_FILE)
         settings_file = fetch_optional(CONFIG_FILE)
-        # One request for all further files. Without network, previously downloaded files are used.
+        # One request covers all further files. Without network, previously downloaded files are used.
         with contextlib.suppress(LocalEntryNotFoundError):
             snapshot_download(config.name, revision=config.revision, allow_patterns=list(COPIED_FILES))
     except Exception as error:  # the hub client raises its own errors, httpx errors and OSErrors

@@ -1,4 +1,4 @@
-"""Opens a `tokenizer.json` with the `tokenizers` package, without random sampling: equal texts get equal ids."""
+"""Opens a `tokenizer.json` with the `tokenizers` package. Turns off random sampling, so equal texts get equal ids."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from tokenizers import Tokenizer as RustTokenizer
 
 _SAMPLING = ("alpha", "nbest_size", "enable_sampling")
-"""Settings of Unigram models and SentencePiece for sampling one of several segmentations of a text."""
+"""Settings with which Unigram models and SentencePiece sample one of several segmentations of a text."""
 
 # Decoding the JSON of a large vocabulary takes as long as opening the tokenizer, so the text is searched first. Tokens
-# with these names do not match: their ids are integers, and the vocabulary of a Unigram model consists of lists.
+# with these names do not match, as their ids are integers, and the vocabulary of a Unigram model consists of lists.
 _DROPOUT_TEXT = re.compile(r'"dropout"\s*:\s*(?:\d+\.\d|\d+[eE]-)')
 _SAMPLING_TEXT = re.compile(rf'"(?:{"|".join(_SAMPLING)})"\s*:')
 
@@ -24,7 +24,8 @@ def without_sampling(content: str) -> tuple[str, list[str]]:
         content: the text of `tokenizer.json`.
 
     Returns:
-        The content, byte for byte unchanged if it has no such settings; and the removed settings with their values.
+        The content, which is unchanged byte for byte if it has no such settings, and the removed settings with their
+            values.
     """
     if not _DROPOUT_TEXT.search(content) and not ('"Unigram"' in content and _SAMPLING_TEXT.search(content)):
         return content, []
@@ -45,7 +46,7 @@ def without_sampling(content: str) -> tuple[str, list[str]]:
 
 
 def settings_without_sampling(settings: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
-    """Like `without_sampling`, for `tokenizer_config.json`, which slow tokenizers of transformers read."""
+    """As `without_sampling`, for `tokenizer_config.json`, which the slow tokenizers of transformers read."""
     arguments = settings.get("sp_model_kwargs")
     if not isinstance(arguments, Mapping) or not arguments.get("enable_sampling"):
         return dict(settings), []
@@ -57,7 +58,7 @@ def open_rust(content: str) -> RustTokenizer:
     """Opens a tokenizer and disables truncation and padding.
 
     Raises:
-        Exception: if the content is not a tokenizer; the package has no narrower error type.
+        Exception: if the content is not a tokenizer. The package has no narrower error type.
     """
     rust = RustTokenizer.from_str(content)
     rust.no_truncation()

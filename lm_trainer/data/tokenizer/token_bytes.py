@@ -1,4 +1,4 @@
-"""UTF-8 bytes of the text of tokens, used to compare the losses of different tokenizers.
+"""Counts the UTF-8 bytes of the text of tokens, in order to compare losses across tokenizers.
 
 Shape letters: V vocabulary.
 """
@@ -17,26 +17,26 @@ from lm_trainer.data.tokenizer.files import TOKENIZER_FILE
 from lm_trainer.data.tokenizer.rust import open_rust
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-"""A single byte in vocabularies with byte fallback."""
+"""A token for a single byte in vocabularies with byte fallback."""
 
 
 def count_token_bytes(tokenizer: HfTokenizer) -> np.ndarray:
-    """Counts the UTF-8 bytes of the text of every token: int32 [V]; 0 for special tokens and unused ids."""
+    """Returns the number of UTF-8 bytes of every token's text: int32 [V]; 0 for special tokens and unused ids."""
     return np.array([len(text or b"") for text in token_texts(tokenizer)], np.int32)
 
 
 def token_texts(tokenizer: HfTokenizer) -> list[bytes | None]:
-    """Returns the UTF-8 bytes of every token within a text, by id; None for special tokens and unused ids.
+    """Returns the UTF-8 bytes that every token has within a text, by id; None for special tokens and unused ids.
 
     The bytes of a single token may not be valid UTF-8, since a token may end inside a character.
     """
     content = tokenizer.files()[TOKENIZER_FILE].decode()
     rust = open_rust(content)
     added = rust.get_added_tokens_decoder()
-    # In GPT-2's alphabet every character encodes one byte, so tokens that end inside a character are exact.
+    # In GPT-2's alphabet, every character encodes one byte, so tokens that end inside a character are exact.
     byte_level = "ByteLevel" in json.dumps(json.loads(content)["decoder"])
     byte_of = {character: byte for byte, character in enumerate(byte_characters())} if byte_level else {}
-    # Decode every token between two others, since decoders treat the first token of a text differently.
+    # Every token is decoded between two others, since decoders treat the first token of a text differently.
     neighbour = _find_neighbour_id(rust)
     prefix_bytes = len(rust.decode([neighbour]).encode())
     suffix_bytes = len(rust.decode([neighbour, neighbour]).encode()) - prefix_bytes

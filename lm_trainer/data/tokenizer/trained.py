@@ -1,4 +1,4 @@
-"""Byte-level BPE trained on the training text of the run."""
+"""Byte-level BPE that is trained on the training text of the run."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lm_trainer.data.tokenizer.base import EOS_TOKEN, HfTokenizer, TokenizerConf
 
 
 class TrainedBpe(TokenizerConfig):
-    """Byte-level BPE with GPT-2's word pattern, trained at first use and stored with the cache."""
+    """Byte-level BPE with GPT-2's word pattern. It is trained at first use and stored with the cache."""
 
     type: Literal["trained_bpe"] = "trained_bpe"
     vocab_size: int = Field(default=4096, ge=257, le=1 << 20)
-    """Vocabulary size: 256 bytes, one end-of-document token, and merges. A small text may give fewer tokens."""
+    """Vocabulary size, which includes 256 bytes, one end-of-document token, and merges. A small text may give fewer."""
     sample_bytes: int = Field(default=32 << 20, ge=1 << 10)
-    """Approximate maximum number of bytes to train on, taken from the start of every training shard."""
+    """Approximate maximum number of bytes to train on, which are taken from the start of every training shard."""
 
     def recipe(self, shards: Sequence[Shard]) -> dict[str, object]:
-        """Lists everything that determines the result."""
+        """Returns everything that determines the trained tokenizer."""
         return {
             **self.model_dump(),
             "version": importlib.metadata.version("tokenizers"),
@@ -34,7 +34,7 @@ class TrainedBpe(TokenizerConfig):
 
 
 def train_bpe(config: TrainedBpe, shards: Sequence[Shard]) -> HfTokenizer:
-    """Trains on the documents of `shards`. The result depends only on the text, not on the number of threads."""
+    """Trains a tokenizer on the documents of `shards`. It depends only on the text, not on the number of threads."""
     # Sorted, since the package returns the alphabet in no fixed order.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = RustTokenizer(models.BPE())
@@ -51,7 +51,7 @@ def train_bpe(config: TrainedBpe, shards: Sequence[Shard]) -> HfTokenizer:
 
 
 def _sample_rows(shards: Sequence[Shard], num_bytes: int) -> Iterator[str]:
-    """Yields the first good rows of every shard, which contributes an equal share of `num_bytes`."""
+    """Yields the first good rows of every shard. Each shard contributes an equal share of `num_bytes`."""
     for index, shard in enumerate(shards):
         # Differences of rounded sums, so that the shares add up to exactly `num_bytes`.
         budget = num_bytes * (index + 1) // len(shards) - num_bytes * index // len(shards)
