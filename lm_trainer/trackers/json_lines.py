@@ -35,7 +35,7 @@ class JsonLines:
         missing: steps of the missing lines, by name of the line.
         initial_lines: lines that the file contained when it was opened.
 
-        Raises:
+    Raises:
         MachineError: in the constructor and in every method, if the file cannot be written or was removed.
     """
 
