@@ -85,8 +85,9 @@ class _Run:
         return time.perf_counter() - started
 
     def time_save_and_steps(self) -> float:
-        """Starts a save, runs the steps, and returns the time of both in seconds. Then waits until the save is on
-        disk.
+        """Starts a save, runs the steps, and returns the time of both in seconds.
+
+        Then waits until the save is on disk.
         """
         started = time.perf_counter()
         save_state(self._store, self._state, self._program, {})

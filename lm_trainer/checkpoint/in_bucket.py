@@ -237,8 +237,9 @@ class BucketWriter:
         self._trash.shutdown()
 
     def _array_prefixes(self, key: str, seconds: float = _READ_SECONDS) -> list[str]:
-        """Returns a list with the array directory of a step. The list is empty if the record of the step cannot be
-        read.
+        """Returns a list with the array directory of a step.
+
+        The list is empty if the record of the step cannot be read.
         """
         try:
             prefix = _parse_record(self.directory.read(key, seconds=seconds) or b"")["layout"]["prefix"]
@@ -378,8 +379,9 @@ def _chunk_shape(x: jax.Array) -> list[int]:
 
 
 def _local_shards(arrays: Mapping[str, jax.Array]) -> Iterator[tuple[str, Any, np.ndarray]]:
-    """Yields copies of the shards that this process writes. These are the shards with replica ID 0, so that every shard
-    is written once.
+    """Yields copies of the shards that this process writes.
+
+    These are the shards with replica ID 0, so that every shard is written once.
     """
     shards = [(name, shard) for name, x in arrays.items() for shard in x.addressable_shards if shard.replica_id == 0]
     for _, shard in shards:

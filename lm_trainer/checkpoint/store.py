@@ -158,8 +158,9 @@ class CheckpointStore:
             self.wait()
 
     def start_grace_period(self) -> None:
-        """Limits current and future saves to a bucket to the grace period. A save either completes or leaves no
-        step.
+        """Limits current and future saves to a bucket to the grace period.
+
+        A save either completes or leaves no step.
         """
         self._writer.limit_save_time(self._config.grace_period.total_seconds())
 
@@ -253,8 +254,9 @@ def _open_steps(directory: StoragePath, config: CheckpointerConfig | None = None
 
 
 def list_steps(directory: StoragePath) -> list[int]:
-    """Lists the steps in a checkpoint directory in ascending order. The list is empty if the directory does not
-    exist.
+    """Lists the steps in a checkpoint directory in ascending order.
+
+    The list is empty if the directory does not exist.
     """
     return _open_steps(directory).list_steps()
 

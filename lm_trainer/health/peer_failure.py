@@ -110,8 +110,9 @@ class FailureDetector:
     def report(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Reports a failure to the other processes before any cleanup waits for them. Takes the arguments of
-        `__exit__`.
+        """Reports a failure to the other processes before any cleanup waits for them.
+
+        Takes the arguments of `__exit__`.
 
         If all processes fail, for example because of a non-finite loss, this method returns once all of them have
         reported. If only this process fails, it prints the error and exits the process, because later cleanup would

@@ -62,8 +62,9 @@ os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 class _Handlers:
-    """Context manager that handles SIGTERM, SIGINT and SIGHUP. The second signal ends the process with exit code 128 +
-    its number.
+    """Context manager that handles SIGTERM, SIGINT and SIGHUP.
+
+    The second signal ends the process with exit code 128 + its number.
 
     In a process started by `nohup`, SIGHUP (sent when the terminal closes) remains ignored.
 

@@ -71,8 +71,9 @@ class RunRecord:
 
     @property
     def start(self) -> int:
-        """Number of completed steps when the run began. It is 0, unless the run continued a checkpoint of another
-        run.
+        """Number of completed steps when the run began.
+
+        It is 0, unless the run continued a checkpoint of another run.
         """
         return self.attempts[0]["step"]
 
@@ -91,8 +92,9 @@ class RunRecord:
 
     @cached_property
     def computed(self) -> dict[int, dict[str, Any]]:
-        """The metrics in `steps` that do not depend on when and where they are computed. Steps without any are left
-        out.
+        """The metrics in `steps` that do not depend on when and where they are computed.
+
+        Steps without any are left out.
         """
         computed = {
             step: {name: value for name, value in metrics.items() if name.startswith(_COMPUTED)}

@@ -39,8 +39,9 @@ class HardToken(NamedTuple):
 
 
 def compute_token_losses(setup: TrainingSetup, config: RunConfig, state: TrainState, batch: Batch) -> np.ndarray:
-    """Computes -log p(target) in nats without dropout, as float32 [B, S]. Targets that do not count in the loss are
-    NaN.
+    """Computes -log p(target) in nats without dropout, as float32 [B, S].
+
+    Targets that do not count in the loss are NaN.
 
     Runs one microbatch at a time, because a microbatch is known to fit into memory.
     """

@@ -166,8 +166,9 @@ def verify_segments(
 
 
 def append_result(record: RunRecord, segments: Sequence[Segment], seed: int) -> bool:
-    """Appends the result as a line to `verified.jsonl` in the run directory. Returns False if the file cannot be
-    written.
+    """Appends the result as a line to `verified.jsonl` in the run directory.
+
+    Returns False if the file cannot be written.
 
     Args:
         record: the run.

@@ -20,8 +20,10 @@ from lm_trainer.step.state.train_state import TrainState
 
 
 def draw_sample(config: RunConfig, setup: TrainingSetup, data: Data, state: TrainState) -> str:
-    """Returns a prompt and its continuation by the model. Without `sample_prompt`, the prompt is the start of a
-    held-out document, or of the training text if there is no held-out text.
+    """Returns a prompt and its continuation by the model.
+
+    Without `sample_prompt`, the prompt is the start of a held-out document, or of the training text if there is no
+    held-out text.
     """
     sets = list(data.validation().values())
     rows = next(iter(sets[0].batches(1, rows=range(1)))) if sets else next(data.train(1, rows=range(1), num_steps=1))

@@ -23,8 +23,9 @@ class _Console(Console):
 
 
 class Bar:
-    """A progress bar at the bottom of the terminal, with notes that scroll above it. Only the caller's thread draws
-    it.
+    """A progress bar at the bottom of the terminal, with notes that scroll above it.
+
+    Only the caller's thread draws it.
     """
 
     def __init__(self, stream: TextIO, total: int, clock: Callable[[], float]):

@@ -180,8 +180,9 @@ class Composite:
         self.notes: list[str] = []
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """Records the metrics of a step. Scalars of NumPy and JAX are accepted; for JAX arrays this waits for the
-        device.
+        """Records the metrics of a step.
+
+        Scalars of NumPy and JAX are accepted; for JAX arrays this waits for the device.
 
         Raises:
             TypeError: for a value that is not a single number.
@@ -221,8 +222,9 @@ class Composite:
         self._call_each_tracker(lambda tracker: tracker.log_histogram(name, counts, edges, step=step))
 
     def log_alert(self, kind: str, message: str, *, step: int) -> None:
-        """Records an alert, which some services also send as a notification. The arguments are the same as for
-        `Tracker`.
+        """Records an alert, which some services also send as a notification.
+
+        The arguments are the same as for `Tracker`.
 
         Raises:
             MachineError: if the run's own file cannot be written.
@@ -321,8 +323,9 @@ def to_number(name: str, value: Any) -> float | int:
 
 
 def to_json_value(value: Any) -> Any:
-    """Converts a value for JSON. Scalars become numbers, containers are converted recursively, and other values become
-    text.
+    """Converts a value for JSON.
+
+    Scalars become numbers, containers are converted recursively, and other values become text.
     """
     if value is None or isinstance(value, str | bool | int | float):
         return value

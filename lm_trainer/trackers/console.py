@@ -80,8 +80,9 @@ class Progress:
         self.close()
 
     def note(self, text: str) -> None:
-        """Writes a permanent line. Escapes characters that cannot be encoded, and replaces terminal control
-        characters.
+        """Writes a permanent line.
+
+        Escapes characters that cannot be encoded, and replaces terminal control characters.
         """
         self._draw_if_open(lambda: self._view.note(self._make_encodable(text)))
 
@@ -195,8 +196,9 @@ _FORMATS: Mapping[str, Callable[[float], str]] = {
 def format_metrics(
     metrics: Mapping[str, float], names: tuple[str, ...] = tuple(_FORMATS), *, first: bool = False
 ) -> list[str]:
-    """Formats the metrics that have a short form, in the order of `names`. `first` is True for the first step of a
-    run.
+    """Formats the metrics that have a short form, in the order of `names`.
+
+    `first` is True for the first step of a run.
     """
     shown = {name: _FORMATS[name](metrics[name]) for name in names if name in metrics}
     # The first step of a warm-up has a learning rate of 0.

@@ -60,8 +60,9 @@ class LastStep:
 
 
 def _iter_events(data: bytes) -> Iterator[bytes]:
-    """Yields the complete events in a file. Each one follows its length (8 bytes) and a CRC (4 bytes), and ends with a
-    CRC.
+    """Yields the complete events in a file.
+
+    Each one follows its length (8 bytes) and a CRC (4 bytes), and ends with a CRC.
     """
     offset = 0
     while offset + 12 <= len(data):

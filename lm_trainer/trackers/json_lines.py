@@ -130,8 +130,9 @@ class JsonLines:
 
 
 def decode_non_finite(value: Any) -> Any:
-    """Converts a value in these files back to the logged value. Strings that represent non-finite floats become
-    floats.
+    """Converts a value in these files back to the logged value.
+
+    Strings that represent non-finite floats become floats.
     """
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
@@ -171,8 +172,9 @@ def _open_to_append(path: Path) -> int:
 
 
 def _drop_steps_after(path: Path, step: int) -> Series:
-    """Keeps the complete lines of steps up to and including `step`, and returns their series. Replaces the file
-    atomically.
+    """Keeps the complete lines of steps up to and including `step`, and returns their series.
+
+    Replaces the file atomically.
 
     If the run starts at step 0, the file is renamed and kept: the checkpoints were lost or moved, so the steps may
     never be logged a second time.

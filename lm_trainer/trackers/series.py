@@ -46,8 +46,9 @@ class Series:
             yield from range(first, last + 1, stride)
 
     def missing_in(self, other: Series) -> dict[str, list[int]]:
-        """Returns the steps of the lines that are missing in `other`, by name. Names without missing lines are left
-        out.
+        """Returns the steps of the lines that are missing in `other`, by name.
+
+        Names without missing lines are left out.
         """
         missing = {}
         for name in self._ranges:

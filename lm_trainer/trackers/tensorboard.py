@@ -45,8 +45,9 @@ class TensorboardConfig(TrackerConfig):
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """Hides torch from packages that would import it if it is installed. They do not need it, and importing it takes
-    seconds.
+    """Hides torch from packages that would import it if it is installed.
+
+    They do not need it, and importing it takes seconds.
     """
     hidden = "torch" not in sys.modules
     if hidden:

@@ -27,8 +27,9 @@ _MAX_SOURCE_BYTES = 1 << 20
 
 
 class WandbConfig(TrackerConfig):
-    """Logs to Weights & Biases. Install it with `pip install "lm_trainer[wandb]"`, then run `wandb login` or set
-    WANDB_API_KEY.
+    """Logs to Weights & Biases.
+
+    Install it with `pip install "lm_trainer[wandb]"`, then run `wandb login` or set WANDB_API_KEY.
     """
 
     type: Literal["wandb"] = "wandb"

@@ -23,8 +23,10 @@ _SHELL_OPERATORS = {"|", "||", "&", "&&", ";", "<", ">", ">>", "2>", "2>&1"}
 
 
 class AlertsConfig(Config):
-    """Alerts sent to the terminal, metrics.jsonl, the trackers and a command. They evaluate metrics that are logged
-    anyway, after each step, and do not affect the results of the run. Set a kind to null to turn it off.
+    """Alerts sent to the terminal, metrics.jsonl, the trackers and a command.
+
+    They evaluate metrics that are logged anyway, after each step, and do not affect the results of the run. Set a kind
+    to null to turn it off.
     """
 
     loss_spike: LossSpike | None = LossSpike()

@@ -35,8 +35,9 @@ class Alert(NamedTuple):
 
 
 class AlertKind(Config):
-    """A kind of alert and its settings. To add a kind, define a subclass in a new file and add a field to
-    `AlertsConfig`.
+    """A kind of alert and its settings.
+
+    To add a kind, define a subclass in a new file and add a field to `AlertsConfig`.
     """
 
     @abstractmethod

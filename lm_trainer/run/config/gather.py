@@ -19,8 +19,9 @@ def with_resolved_gather(config: RunConfig, vocab_size: int) -> RunConfig:
 
 
 def resolve_gather(trainer: TrainerConfig, num_params: int, *, layers: bool) -> TrainerConfig:
-    """Returns a trainer section with `gather` resolved. The choice depends on the configuration, but not on the
-    devices.
+    """Returns a trainer section with `gather` resolved.
+
+    The choice depends on the configuration, but not on the devices.
 
     Args:
         trainer: the trainer section.

@@ -15,7 +15,8 @@ def select_numeric_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def select_model_axis_rules(rules: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sharding rules that use the model axis. Only these rules change the order of sums inside the
-    model.
+    """Returns the sharding rules that use the model axis.
+
+    Only these rules change the order of sums inside the model.
     """
     return {axis: over for axis, over in rules.items() if "model" in over}

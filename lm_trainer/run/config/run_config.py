@@ -186,8 +186,9 @@ def config_hash(config: RunConfig) -> str:
 
 
 def numeric_differences(old: dict[str, Any], new: dict[str, Any], config: Any = None) -> list[str]:
-    """Returns a line for each key whose values differ in two numeric identities. For the arguments see
-    `changed_keys`.
+    """Returns a line for each key whose values differ in two numeric identities.
+
+    For the arguments see `changed_keys`.
     """
     return [
         f"{key}: was {json.dumps(a)}, now {json.dumps(b)}" for key, (a, b) in changed_keys(old, new, config).items()

@@ -162,8 +162,9 @@ class RunDirectory:
         copy.fetch()
 
     def _probe_bucket(self) -> None:
-        """Checks once that the bucket can be used. The check fails quickly, while other requests are retried for
-        minutes.
+        """Checks once that the bucket can be used.
+
+        The check fails quickly, while other requests are retried for minutes.
         """
         if isinstance(self.checkpoints, Bucket) and not self._probed:
             self.checkpoints.check_writable("trainer.checkpointer.base_path")

@@ -20,8 +20,10 @@ _LOGS, _CHECKPOINTS = Path("logs"), Path("checkpoints")
 
 
 def read_log_directory(config: Path) -> Path:
-    """Returns `trainer.log_dir` of a configuration file. Returns `logs` if it is not set, or if the file is not a
-    configuration: callers may pass any YAML file in the working directory.
+    """Returns `trainer.log_dir` of a configuration file.
+
+    Returns `logs` if it is not set, or if the file is not a configuration: callers may pass any YAML file in the
+    working directory.
     """
     try:
         # Search the bytes first, so that most other files need not be parsed.

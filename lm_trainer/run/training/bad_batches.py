@@ -37,8 +37,9 @@ class BadBatchDump:
         self._recent.append((step, batch))
 
     def write(self, step: int) -> Path | None:
-        """Writes the batch of a step to an `.npz` file with one array per field of `Batch`. Each process writes its own
-        file.
+        """Writes the batch of a step to an `.npz` file with one array per field of `Batch`.
+
+        Each process writes its own file.
 
         Returns:
             The path of the file; None if it cannot be written, or if the maximum number of files has been reached.

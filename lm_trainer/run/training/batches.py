@@ -176,8 +176,9 @@ class DataWait:
         return True
 
     def _describe_missing(self, source: Growing | None, step: int) -> str | None:
-        """Describes the missing text. Returns "" if it is missing only in other processes, and None if none is
-        missing.
+        """Describes the missing text.
+
+        Returns "" if it is missing only in other processes, and None if none is missing.
         """
         missing, failure = None, None
         try:
@@ -217,8 +218,9 @@ class BatchIterator:
             self._batches.restore_state(state)
 
     def next(self, state: TrainState) -> Batch | None:
-        """Returns the batch for the step that follows `state`, or None at the end. Raises the same errors as
-        `DataWait.wait`.
+        """Returns the batch for the step that follows `state`, or None at the end.
+
+        Raises the same errors as `DataWait.wait`.
         """
         # Complete data remains complete, so from then on the processes do not need to communicate.
         self._growing = self._growing and self._data_wait.wait(self._batches, state)

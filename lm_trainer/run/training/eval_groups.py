@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 
 def group_by_tag(labels: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Returns the groups in a tree of tags, with their sets. A set with the tag `a/b` belongs to the groups `a/b` and
-    `a`.
+    """Returns the groups in a tree of tags, with their sets.
+
+    A set with the tag `a/b` belongs to the groups `a/b` and `a`.
 
     Args:
         labels: tags of each set, by name of the set. The name is also a tag.
@@ -29,8 +30,9 @@ def group_by_tag(labels: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
 
 
 def group_metrics(sums: Mapping[str, Mapping[str, float]], members: Sequence[str]) -> dict[str, float]:
-    """Returns the means over a group of sets. Micro means weight all tokens equally, and macro means weight all sets
-    equally.
+    """Returns the means over a group of sets.
+
+    Micro means weight all tokens equally, and macro means weight all sets equally.
 
     Args:
         sums: sums `loss` (in nats) and `weight` over each set, and `bytes` of the text if known, by name of the set.

@@ -130,8 +130,9 @@ def _join_names(weights: str, name: str | None) -> str:
 
 
 def _compute_means(sums: dict[str, float]) -> dict[str, float]:
-    """Returns the means over tokens. If the number of text bytes is known, also `bpb`, the bits of all targets per
-    byte.
+    """Returns the means over tokens.
+
+    If the number of text bytes is known, also `bpb`, the bits of all targets per byte.
     """
     token_means = means_from_sums({name: x for name, x in sums.items() if name != "bytes"})
     if not sums.get("bytes"):

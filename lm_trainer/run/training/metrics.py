@@ -155,8 +155,9 @@ class MetricLogger:
         self._meter.pause()
 
     def log_group_evaluation(self, step: int, name: str, means: Mapping[str, float]) -> None:
-        """Records the means over several sets after `step` steps. `name` is the name of the group, or "" for all
-        sets.
+        """Records the means over several sets after `step` steps.
+
+        `name` is the name of the group, or "" for all sets.
         """
         self._trackers.log(evaluation_metrics(name, means), step=step)
         prefix = f"step {step}: eval{f'/{name}' if name else ''}: "
@@ -241,8 +242,9 @@ def step_metrics(values: Mapping[str, float], learning_rate: float | None) -> di
 
 
 def evaluation_metrics(name: str, means: Mapping[str, float]) -> dict[str, float]:
-    """Returns the means of an evaluation by the name under which they are logged. `name` names the set or group, or is
-    "".
+    """Returns the means of an evaluation by the name under which they are logged.
+
+    `name` names the set or group, or is "".
     """
     return {"/".join(filter(None, ("eval", name, key))): value for key, value in means.items()}
 

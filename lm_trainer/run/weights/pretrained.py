@@ -75,8 +75,9 @@ class HfStart:
 
 
 def find_hf_start(config: RunConfig, run: str) -> HfStart | None:
-    """Finds the Hugging Face checkpoint that a run starts from, and resolves the model section. Returns None without
-    one.
+    """Finds the Hugging Face checkpoint that a run starts from, and resolves the model section.
+
+    Returns None without one.
 
     All mismatches are reported here, before text is tokenised and before any large file is read.
 
@@ -146,8 +147,9 @@ def resolve_model(config: RunConfig, name: str) -> RunConfig:
 
 
 def read_checkpoint_vocab_size(config: RunConfig) -> int:
-    """Returns the number of embedding rows in the checkpoint `initialize_from_hf`. Raises the same errors as
-    `resolve_model`.
+    """Returns the number of embedding rows in the checkpoint `initialize_from_hf`.
+
+    Raises the same errors as `resolve_model`.
     """
     return read_hf_config(_locate_checkpoint(config, weights=False))[1]
 

@@ -65,8 +65,9 @@ def abstract_checkpoint(setup: TrainingSetup) -> dict[str, Any]:
 
 
 def restore_state(restored: Restored, setup: TrainingSetup, init: Callable[[], TrainState]) -> TrainState:
-    """Restores the training state from a checkpoint. Missing arrays and frozen parameters come from a new initial
-    state.
+    """Restores the training state from a checkpoint.
+
+    Missing arrays and frozen parameters come from a new initial state.
 
     Raises:
         UserError: if the checkpoint was trained with other frozen parameters.
