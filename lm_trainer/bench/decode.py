@@ -1,6 +1,4 @@
-"""Measures the speed of decoding with a key-value cache, relative to the limit given by reading all weights from
-memory.
-"""
+"""Measures the speed of decoding with a key-value cache, relative to the limit set by reading weights from memory."""
 
 from __future__ import annotations
 

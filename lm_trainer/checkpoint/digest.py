@@ -58,9 +58,7 @@ def _salted_sums(bits: Any, index: Any) -> list[Any]:
 
 
 def _mix(x: Any) -> Any:
-    """Applies the 32-bit finalizer of MurmurHash3 (Appleby 2011), a permutation in which every bit affects all
-    others.
-    """
+    """Applies the 32-bit finalizer of MurmurHash3 (Appleby 2011), a permutation that mixes all bits."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return x ^ (x >> np.uint32(16))

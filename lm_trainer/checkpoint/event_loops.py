@@ -28,9 +28,7 @@ def drain_event_loops_on_close() -> Iterator[None]:
 
 
 def always_drain_event_loops_on_close() -> None:
-    """Makes all event loops created from now on wait for their tasks before closing; see
-    `drain_event_loops_on_close`.
-    """
+    """Makes all future event loops wait for their tasks before they close; see `drain_event_loops_on_close`."""
     _exchange_policy(_WaitingLoopPolicy())
 
 

@@ -280,9 +280,7 @@ class _SaveTimer:
         self._warned = False
 
     def seconds_left(self) -> float:
-        """Returns the number of seconds until the deadline, at least 0.1, so that a request can still report its
-        error.
-        """
+        """Returns the seconds until the deadline, but at least 0.1, so that a request can still report its error."""
         return max(self._writer.deadline(self._started) - time.monotonic(), 0.1)
 
     def check_deadline(self) -> None:

@@ -67,8 +67,10 @@ class DiskSteps:
         return {name: loaded[name] for name in like}
 
     def _unreadable_error(self, step: int, part: str, error: Exception) -> Exception:
-        """Returns `CheckpointError` for a damaged step, or `MachineError` if the step may be intact but cannot be read
-        now.
+        """Returns the error for a step that cannot be read.
+
+        Returns:
+            `CheckpointError` for a damaged step, or `MachineError` if the step may be intact but cannot be read now.
         """
         cause = root_cause(error)
         if any(os.strerror(code) in cause for code in _TRANSIENT):

@@ -22,9 +22,7 @@ class KeepEvery(Config):
 
 
 class CheckpointerConfig(Config):
-    """Two overlapping policies: temporary checkpoints by time, of which the next replaces the previous one, and
-    permanent checkpoints by step.
-    """
+    """Two overlapping policies: temporary checkpoints by time (each replaces the last), and permanent ones by step."""
 
     base_path: StorageLocation = "checkpoints/"
     """Directory of the checkpoints of all runs, to which the run ID is appended. It may be a gs:// or s3:// URL. In
@@ -39,7 +37,7 @@ class CheckpointerConfig(Config):
     append_run_id_to_base_path: bool = True
     """Store the checkpoints in a subdirectory of `base_path` named after the run ID."""
     delete_old_temp_checkpoints: bool = True
-    """Delete temporary checkpoints of earlier attempts at this run by the same rule as those of this attempt."""
+    """Delete temporary checkpoints of earlier attempts at this run by the same rule as checkpoints of this attempt."""
     retry_for: PositiveDuration = timedelta(minutes=5)
     """For checkpoints in a bucket: the time after which the run ends if a save cannot be completed."""
     grace_period: PositiveDuration = timedelta(seconds=30)

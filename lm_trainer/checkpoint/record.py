@@ -39,9 +39,7 @@ def describe_arrays(arrays: Mapping[str, Any]) -> dict[str, str]:
 
 
 def root_cause(error: BaseException) -> str:
-    """Returns the message of the innermost exception in a chain, because Orbax wraps the cause in misleading
-    exceptions.
-    """
+    """Returns the message of the innermost exception in a chain: Orbax wraps the cause in misleading exceptions."""
     if isinstance(error, MachineError):
         return str(error)
     visited: set[BaseException] = {error}

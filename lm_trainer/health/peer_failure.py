@@ -48,8 +48,7 @@ example by a power cut or a network failure."""
 
 
 def join_processes(config: DistributedConfig, progress: Progress) -> FailureDetector:
-    """Starts JAX's distributed runtime, notes how the processes are connected, and closes the progress display except
-    in process 0.
+    """Connects the processes of the run, notes their number, and closes the progress display except in process 0.
 
     Raises:
         UserError: see `DistributedConfig.start`.

@@ -276,9 +276,7 @@ def preempted_error(signal: str | None, step: int) -> Preempted:
 
 
 def stopped_after_save_error(step: int) -> Stopped:
-    """Returns the exception that ends a run after the checkpoint of `step` because the file `stop-after-save`
-    exists.
-    """
+    """Returns the exception that ends a run after the checkpoint of `step` because of the file `stop-after-save`."""
     return Stopped(_describe_saved_stop(STOP_AFTER_SAVE, step))
 
 

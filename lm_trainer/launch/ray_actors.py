@@ -86,9 +86,7 @@ def _connect_to_ray(address: str) -> Any:
 
 
 def _reserve_resources(ray: Any, job: RayJob) -> Any:
-    """Reserves the resources of all processes together: if only some started, they would wait for the others
-    forever.
-    """
+    """Reserves resources for all processes together: if only some started, they would wait forever for the others."""
     need = {"CPU": job.cpus_per_process, "GPU": job.gpus_per_process}
     bundle = {name: amount for name, amount in need.items() if amount}
     group = ray.util.placement_group([bundle] * job.processes, strategy="PACK")

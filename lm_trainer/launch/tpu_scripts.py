@@ -12,8 +12,8 @@ from lm_trainer.core.errors import UserError
 EXIT_MARK = "lmt-exit-code="
 """Prefix of the line that follows the output of a finished training and contains the exit code of the training."""
 FAILURE_MARK = "lmt-failed="
-"""Prefix of the line that a worker prints if a script fails, followed by the exit code of the script. The exit code of
-gcloud is not used.
+"""Prefix of the line that a worker prints if a script fails, followed by the exit code of the script. gcloud's own exit
+code does not tell which worker failed.
 """
 LOST = 137
 """Exit code reported for a training that left none, because it was killed or its machine restarted."""
@@ -34,9 +34,7 @@ def script_command(name: str, step: str) -> str:
 
 
 def follow_command(name: str, line: int) -> str:
-    """Builds the command that shows the output of a worker, starting at line `line` (from 1), until the training
-    ends.
-    """
+    """Builds the command that shows the output of a worker from line `line` (from 1) on, until the training ends."""
     return f"bash {remote_directory(name)}/follow.sh {line}"
 
 

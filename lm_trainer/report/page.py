@@ -149,9 +149,7 @@ def _chart_groups(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
 
 
 def _compare_pair(first: ReportedRun, other: ReportedRun) -> dict[str, Any]:
-    """Compares two runs: their configurations, the first step with different bits, and the tokens needed for the same
-    loss.
-    """
+    """Compares two runs: configurations, first step with different bits, and numbers of tokens for the same loss."""
     differences = changed_keys(first.identity, other.identity)
     content: dict[str, Any] = {
         "names": [first.name, other.name],

@@ -58,9 +58,7 @@ def compute_token_savings(run: ReportedRun, other: ReportedRun) -> TokenSavings 
 
 
 def _average_windows(run: ReportedRun) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Returns the log tokens, the mean losses and their standard errors, each of shape [W]; None without enough
-    data.
-    """
+    """Returns the log tokens, mean losses and their standard errors, each of shape [W]; None without enough data."""
     if LOSS not in run.metrics or TOKENS not in run.metrics:
         return None
     (steps, losses), (token_steps, tokens) = run.metrics[LOSS], run.metrics[TOKENS]

@@ -124,9 +124,7 @@ class RunRecord:
         return next((a for a in reversed(self.attempts) if a["step"] < step), self.attempts[0])
 
     def last_reachable_step(self, start: int) -> int:
-        """Returns the last step that can be computed from the checkpoint of step `start` with a single
-        configuration.
-        """
+        """Returns the last step that can be computed from the checkpoint of step `start` with one configuration."""
         # A different configuration results in different numbers.
         later = [change["step"] for change in self.changes if change["step"] > start]
         return min(later, default=self.load_config(start + 1).trainer.num_train_steps)

@@ -68,7 +68,7 @@ def find_missing_lines(record: RunRecord) -> Missing:
     """Returns the lines that the newest checkpoint records, but that are missing from the run directory.
 
     Raises:
-        UserError: if no readable checkpoint records lines.
+        UserError: if the newest checkpoint is not readable, or does not record lines.
     """
     lost = find_lost_metrics(record.path, record.checkpoints)
     if lost is None:

@@ -83,9 +83,7 @@ class Rerun:
         return compute_hashes(self.state.params)
 
     def compute_fingerprint(self) -> str | None:
-        """Computes the fingerprint that the run should have recorded at this step; None if the checkpoint has no hash
-        chain.
-        """
+        """Computes the fingerprint that the run should have at this step; None if the checkpoint has no hash chain."""
         return None if self._chain is None else compute_fingerprint(self._chain, self.compute_hashes())
 
     def compute_checksums(self) -> dict[str, int]:
@@ -95,8 +93,7 @@ class Rerun:
 
 @contextlib.contextmanager
 def open_rerun(record: RunRecord, start: int, *, overrides: Sequence[str] = (), progress: Progress) -> Iterator[Rerun]:
-    """Context manager that resumes a run after `start` steps, from a checkpoint or from its start, without modifying
-    it.
+    """Resumes a run after `start` steps, from a checkpoint or from its start, without modifying it.
 
     Uses the devices of this machine. Their number and the sharding may differ from those in the run.
 

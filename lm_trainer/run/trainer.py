@@ -222,8 +222,7 @@ class Trainer:
         is_trainable: Selection = True,
         data_fingerprint: Fingerprint | Callable[[int], Fingerprint] = "",
     ) -> TrainState:
-        """Returns the state of the run's newest checkpoint, of the configured checkpoint, or otherwise a new initial
-        state.
+        """Returns the state in the run's newest checkpoint, in the configured checkpoint, or otherwise a new state.
 
         Args:
             training_key: key for random numbers in training, such as dropout; None derives it from `trainer.seed`.
@@ -278,8 +277,7 @@ class Trainer:
     def data_loader(self, dataset: Iterable[Any]) -> GrainLoader: ...
 
     def data_loader(self, dataset: TrainData | Iterable[Any]) -> BatchLoader | GrainLoader:
-        """Returns a loader of the batches of this run, from a dataset with random access by step or from a Grain
-        pipeline.
+        """Returns a loader of the batches of this run, from a dataset with random access by step or a Grain pipeline.
 
         A pipeline starts at its beginning. Its state is saved with every checkpoint, and restored when the run resumes.
 

@@ -64,8 +64,13 @@ class Tracker(Protocol):
     def log_text(self, name: str, text: str, *, step: int) -> None: ...
 
     def log_histogram(self, name: str, counts: np.ndarray, edges: np.ndarray, *, step: int) -> None:
-        """Logs a histogram: `counts` (int64 [bins]) between adjacent `edges` (float64 [bins + 1], finite,
-        ascending).
+        """Logs a histogram.
+
+        Args:
+            name: name of the histogram.
+            counts: number of values in each bin, int64 [bins].
+            edges: edges of the bins in ascending order, float64 [bins + 1], all finite.
+            step: number of completed steps.
         """
         ...
 
@@ -251,8 +256,7 @@ class Composite:
         self.notes += [note] if note else []
 
     def sync(self) -> Mapping[str, Plain]:
-        """Flushes logged data to disk before a checkpoint is committed, and returns the lines to record in the
-        checkpoint.
+        """Flushes logged data to disk before a checkpoint is committed. Returns the lines to record in the checkpoint.
 
         Raises:
             MachineError: if the run's own files cannot be written, or were removed.

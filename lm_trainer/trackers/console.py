@@ -91,7 +91,7 @@ class Progress:
         self._draw_if_open(lambda: self._view.phase(self._make_encodable(text)))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a completed step, with those of its metrics that have a short form."""
+        """Shows a completed step, with the metrics that have a short form."""
         left = self._seconds_left(step)
         self._draw_if_open(lambda: self._view.log(step, metrics, left))
 
@@ -104,9 +104,7 @@ class Progress:
         return escape_for_terminal(text).encode(self._encoding, "backslashreplace").decode(self._encoding)
 
     def _seconds_left(self, step: int) -> float | None:
-        """Estimates the remaining time from the mean step time in this attempt, including evaluations and
-        checkpoints.
-        """
+        """Estimates the remaining time from the mean step time of this attempt, including evaluations and saves."""
         timestamp = self._clock()
         # The first step includes compilation, so the mean starts after it.
         if self._first is None or step <= self._first[0]:

@@ -138,9 +138,7 @@ def decode_non_finite(value: Any) -> Any:
 
 
 def parse_records(content: bytes) -> tuple[list[tuple[dict[str, Any], bytes]], int]:
-    """Returns the records together with their lines, and the number of invalid lines, including an incomplete last
-    line.
-    """
+    """Returns the records with their lines, and the number of invalid lines, which include an incomplete last line."""
     records, broken = [], 0
     for line in content.splitlines(keepends=True):
         try:

@@ -62,8 +62,7 @@ class RobustWindow:
         return statistics.median(self._values)
 
     def z_score(self, value: float) -> float | None:
-        """Returns the robust z-score (value - median) / (1.4826 MAD) relative to the values in the window; None if they
-        are too few.
+        """Returns the robust z-score (value - median) / (1.4826 MAD) of a value; None if the window has too few values.
 
         Source: Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993.
         """

@@ -82,9 +82,7 @@ class TrainingSetup:
         return type(self.optimizer).eval_params is not Optimizer.eval_params
 
     def init(self) -> TrainState:
-        """Returns the state at step 0, with the weights that the model definition loads, or otherwise random
-        weights.
-        """
+        """Returns the state at step 0, with the weights that the model definition loads, or with random weights."""
         return self.init_from_seed() if self.model.load is None else self.init_from_model()
 
     def init_from_seed(self) -> TrainState:
@@ -92,8 +90,7 @@ class TrainingSetup:
         return fresh_state(self.model.init, self.tx, self.sharding, averaged=self.averages)
 
     def init_from_model(self) -> TrainState:
-        """Returns a state at step 0 with the weights that the model definition loads, such as a Hugging Face
-        checkpoint.
+        """Returns a state at step 0 with the weights that the model definition loads, such as Hugging Face weights.
 
         Parameters that are missing in these weights, such as the parameters of an adapter, are randomly initialized.
         """
@@ -279,9 +276,7 @@ def shard_state(
 
 
 def _check_model_parallel(plan: StepPlan, optimizer: Optimizer, model: ModelDef, mesh: Mesh) -> None:
-    """Raises `UserError` if model, optimizer or microbatches are incompatible with the model-parallel axes of the
-    mesh.
-    """
+    """Raises `UserError` if model, optimizer or microbatches do not support the model-parallel axes of the mesh."""
     axes = model_parallel_axes(mesh.shape)
     if not axes:
         return

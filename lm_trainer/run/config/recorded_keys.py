@@ -18,8 +18,7 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 def _infer_missing_keys(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns keys that were added after some runs were recorded, with the values that reproduce the bits of these
-    runs.
+    """Returns keys that are newer than some recorded runs, with the values that reproduce the bits of these runs.
 
     Args:
         recorded: the recorded trainer section of the run.

@@ -198,8 +198,7 @@ def numeric_differences(old: dict[str, Any], new: dict[str, Any], config: Any = 
 def changed_keys(
     old: Mapping[str, Any], new: Mapping[str, Any], config: Any = None, prefix: str = ""
 ) -> dict[str, tuple[Any, Any]]:
-    """Returns the keys whose values differ in two results of `numeric_identity`, each with both values (None if
-    missing).
+    """Returns the keys whose values differ in two numeric identities, each with both values (None if missing).
 
     Args:
         old: numeric identity of a run, which may have been written by older code.

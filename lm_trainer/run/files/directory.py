@@ -56,8 +56,8 @@ _EFFECTS = {
 def choose_run_id(config: RunConfig, config_name: str) -> str:
     """Returns the run ID: `trainer.id`, or the environment variable RUN_ID, or the configuration's name and hash.
 
-    A default ID depends only on the configuration. The same command therefore resumes its run, and a command with a
-    different configuration starts another one.
+    The default ID is the same for the same configuration. The same command therefore resumes its run, and a command
+    with a different configuration starts another run.
 
     Raises:
         UserError: for an invalid RUN_ID.
@@ -230,9 +230,7 @@ class RunDirectory:
             write_atomically(directory / "config.yaml", text)
 
     def write_artifact(self, name: str, artifact: Any) -> Path:
-        """Writes text, bytes, a copy of a file or a JSON-serialisable value to `artifacts`/name, and returns the
-        path.
-        """
+        """Writes text, bytes, a copy of a file or a JSON-serialisable value to `artifacts`/name. Returns the path."""
         file = self.path / "artifacts" / name
         if not is_lead():
             return file
@@ -245,9 +243,7 @@ class RunDirectory:
         return file
 
     def num_cpu_threads(self, trainer: TrainerConfig) -> int | None:
-        """Returns the number of CPU threads given by the configuration or by the last attempt; None if neither gives
-        one.
-        """
+        """Returns the number of CPU threads in the configuration or of the last attempt; None if neither has one."""
         # On a CPU, XLA splits sums according to its number of threads, so a resumed run needs the same number to give
         # the same bits.
         attempts = self._read_attempts() if trainer.bitwise else []
@@ -322,8 +318,9 @@ class RunDirectory:
 
 
 def _refuse_links(directory: Path) -> None:
-    """Raises `UserError` for symbolic links through which an untrusted run directory could make this process write to
-    other files. Checkpoints may be links, because they are never rewritten.
+    """Raises `UserError` for symbolic links through which this process could write to files outside of the directory.
+
+    Checkpoints may be links, because they are never rewritten.
     """
     for entry in [*directory.iterdir()] if directory.is_dir() else ():
         if entry.is_symlink() and not entry.name.isdecimal():

@@ -68,9 +68,7 @@ def _list_packages() -> list[tuple[str, str]]:
 
 @functools.cache
 def _git_commit() -> str | None:
-    """Returns the commit of the git checkout that contains this code, marked if it has changes; None outside a
-    checkout.
-    """
+    """Returns the commit of the checkout that contains this code, marked if there are changes; None outside of one."""
     package = Path(__file__).resolve().parents[1]
     try:
         commit = subprocess.run(

@@ -39,16 +39,18 @@ def read_log_directory(config: Path) -> Path:
 
 
 def find_log_directories() -> list[Path]:
-    """Returns the directories to search for runs: `logs`, and the log directories of the configurations in the working
-    directory and in `configs`.
+    """Returns the directories in which to search for runs.
+
+    These are `logs`, and the log directories of the configurations in the working directory and in `configs`.
     """
     files = [*sorted(Path().glob("*.y*ml")), *sorted(Path("configs").glob("*.y*ml"))]
     return [*dict.fromkeys([_LOGS, *map(read_log_directory, files)])]
 
 
 def read_trainer_setting(config: Path, key: str) -> Any:
-    """Returns the value of a key in the section `trainer` of a file; None if it is not set or the file is no
-    configuration.
+    """Returns the value of a key in the section `trainer` of a file.
+
+    Returns None if the key is not set, or if the file is not a configuration.
     """
     trainer = (read_file(config).data or {}).get("trainer")
     return trainer.get(key) if isinstance(trainer, dict) else None

@@ -29,9 +29,7 @@ class TrainData(Protocol):
     def train(
         self, schedule: BatchSchedule, *, rows: Callable[[int], Sequence[int]], first_step: int, num_steps: int
     ) -> Iterator[Batch]:
-        """Yields the batches of `num_steps` steps from `first_step` on, with only the rows `rows(batch_size)` of
-        each.
-        """
+        """Yields the batches of `num_steps` steps from `first_step` on, with only the rows `rows(batch_size)`."""
         ...
 
 

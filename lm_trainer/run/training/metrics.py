@@ -1,6 +1,4 @@
-"""Logs the metrics of a run: reads them one step late, checks that they are finite, and sends them to the trackers and
-the terminal.
-"""
+"""Logs the metrics of a run: reads them one step late, checks that they are finite, and passes them to the trackers."""
 
 from __future__ import annotations
 
@@ -175,18 +173,14 @@ class MetricLogger:
         self._meter.pause()
 
     def record_fingerprint(self, state: TrainState) -> dict[str, Any]:
-        """Logs the fingerprint of a state whose metrics are recorded, and returns the values to save in its
-        checkpoint.
-        """
+        """Logs the fingerprint of a state whose metrics are recorded. Returns the values to save in its checkpoint."""
         param_hashes = compute_hashes(state.params)
         digest = compute_fingerprint(self.chain, param_hashes)
         self._trackers.log_record({"fingerprint": digest}, step=state.step)
         return {"fingerprint": digest, "chain": self.chain, "hashes": param_hashes}
 
     def sync(self) -> Mapping[str, Any]:
-        """Flushes all records to disk before a checkpoint, and returns the values to save in it (see
-        `Composite.sync`).
-        """
+        """Flushes all records to disk before a checkpoint. Returns the values to save in it (see `Composite.sync`)."""
         return self._trackers.sync()
 
     def close(self) -> None:

@@ -50,9 +50,7 @@ class BaseCheckpoint:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Entries for the record of every checkpoint, which pin the step of the base model even if its run
-        continues.
-        """
+        """Entries for the record of every checkpoint, which pin the step of the base even if its run continues."""
         return {_BASE_STEP: self.step}
 
     def with_initial_weights(self, model: ModelDef) -> ModelDef:
@@ -166,9 +164,7 @@ def training_flops(count: FlopsCount, model: ModelDef) -> int:
 
 
 def describe_num_params(model: ModelDef) -> str:
-    """Describes the number of parameters as `1,234 parameters`, or gives the numbers of trained and frozen
-    parameters.
-    """
+    """Describes the number of parameters, such as `1,234 parameters`, or the numbers of trained and frozen ones."""
     trained, frozen = _num_params(model, trained=True), _num_params(model, trained=False)
     return f"{trained:,} trained and {frozen:,} frozen parameters" if frozen else f"{trained:,} parameters"
 

@@ -1,6 +1,4 @@
-"""Hugging Face checkpoints as initial weights: finds them, checks that they match the run, and loads them to the
-devices.
-"""
+"""Finds Hugging Face checkpoints for initial weights, checks that they match the run, and loads them to the devices."""
 
 from __future__ import annotations
 
@@ -132,7 +130,8 @@ def resolve_model(config: RunConfig, name: str) -> RunConfig:
 
     Args:
         config: configuration of the run.
-        name: name of the run, if neither the configuration nor the environment sets its ID.
+        name: name of the configuration, which is used for the run ID if neither the configuration nor the environment
+            sets one.
 
     Raises:
         UserError: as for `find_hf_start`.
@@ -166,8 +165,9 @@ def _resolve_model_section(
 
 
 def _find_resumed_start(config: RunConfig, checkpoints: StoragePath) -> HfStart | None:
-    """Returns the `HfStart` of a run that already has a checkpoint, with its recorded model section; None without
-    one.
+    """Returns the `HfStart` of a run that already has a checkpoint, with the recorded model section.
+
+    Returns None if the run has no checkpoint.
     """
     if config.trainer.load_checkpoint is False:
         return None
@@ -213,7 +213,7 @@ class HfCheckpoint:
         return cls(hf_source_name(config), directory, model, vocab_size, Weights(directory), settings)
 
     def describe(self, model: DecoderConfig) -> str:
-        """Describes the checkpoint in one line, with the context length of exports if that of `model` is shorter."""
+        """Describes the checkpoint in one line, with the context length of exports if `model` has a shorter one."""
         files = f"{len(self.weights.files)} file{'s' * (len(self.weights.files) > 1)}"
         count = parameter_count(self.config.spec(self.vocab_size))
         dtypes, context = ", ".join(sorted(self.weights.dtypes)), self.config.seq_len
