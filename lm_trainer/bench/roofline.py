@@ -13,7 +13,7 @@ from lm_trainer.profile.roofline import Bound, compute_bounds, list_operations
 from lm_trainer.profile.timing import BenchResult, Spread, format_si
 
 PARTS = ("embedding", "attention", "mlp", "loss")
-"""Named scopes of `lm_trainer.nn`."""
+"""Named scopes in `lm_trainer.nn` that are reported separately."""
 _COPIES, _LARGEST = 20, 8
 
 

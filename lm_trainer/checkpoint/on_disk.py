@@ -86,7 +86,7 @@ class DiskSteps:
 
 
 class DiskWriter:
-    """Writer of steps on disk; see `lm_trainer.checkpoint.steps.Writer`."""
+    """Writer of steps in a local checkpoint directory; see `lm_trainer.checkpoint.steps.Writer`."""
 
     remedy = "make room or mend the disk"
 

@@ -41,8 +41,8 @@ class CheckpointerConfig(Config):
     retry_for: PositiveDuration = timedelta(minutes=5)
     """For checkpoints in a bucket: the time after which the run ends if a save cannot be completed."""
     grace_period: PositiveDuration = timedelta(seconds=30)
-    """For checkpoints in a bucket: the time available for the last save after a stop signal. Set it to the time between
-    the signal and the loss of the machine."""
+    """For checkpoints in a bucket: the time available for the last save after a stop signal. Set it to the time from
+    the signal until the machine is taken away."""
 
     absent: ClassVar[Mapping[str, str]] = {
         "create": "use CheckpointStore(Path(config.expanded_path(run_id)), config) of lm_trainer.checkpoint.store",

@@ -215,7 +215,7 @@ class FailureDetector:
                 self._all_failed.set()
 
     def _exit_with_peer(self, text: str, code: int) -> None:
-        """Ends this process too, unless it fails by itself within `GRACE` with a more specific error."""
+        """Ends this process too, unless it fails by itself within `GRACE` seconds with a more specific error."""
         if not self._all_failed.wait(GRACE) and not self._reported:
             self._forward(lost=text)
             _exit_with_reason(text, code)

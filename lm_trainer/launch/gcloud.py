@@ -69,7 +69,7 @@ class Gcloud:
         )
 
     def run_command(self, command: list[str]) -> None:
-        """Runs a command; if it fails, raises `UserError` with gcloud's message."""
+        """Runs a command. If it fails, raises `UserError` with gcloud's message."""
         done = _run(command)
         if done.returncode:
             raise UserError(f"`{shlex.join(command)}` failed: {_failure_reason(done)}")

@@ -41,7 +41,7 @@ _LONGEST_NAME = 40
 
 @dataclass(frozen=True)
 class Gpus:
-    """Nodes with NVIDIA GPUs; one process drives all GPUs of a node."""
+    """Nodes with NVIDIA GPUs. One process uses all GPUs of a node."""
 
     nodes: int
     per_node: int
@@ -117,7 +117,7 @@ def apply_manifest(text: str) -> str:
     """Passes a manifest to kubectl and returns its output.
 
     Raises:
-        UserError: if kubectl is not installed, or the cluster refuses the manifest.
+        UserError: if kubectl is not installed, or the cluster rejects the manifest.
         MachineError: if the cluster does not answer.
     """
     command = ["kubectl", "apply", "-f", "-"]

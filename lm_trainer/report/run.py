@@ -27,7 +27,7 @@ from lm_trainer.trackers.jsonl import METRICS, SUMMARY, TEXTS
 from lm_trainer.trackers.token_page import TokenHistory
 
 _SECTIONS = ("model", "optimizer")
-"""Configuration sections with several types. Each of them is compared with the defaults of its own type."""
+"""Configuration sections with several types. Each of them is compared with the defaults of its type."""
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def choose_segments(segments: Sequence[Segment], count: int, seed: int) -> list[
 
 
 def environment_changes(record: RunRecord, chosen: Sequence[Segment], overrides: Sequence[str] = ()) -> list[str]:
-    """Lists the differences from the environments of the segments that may affect the results."""
+    """Lists how this environment differs from the environments of the segments, if this may affect the results."""
     # This comes first, because it sets the number of XLA threads, which is a part of the environment.
     configure_as_recorded(record, record.load_config(record.last, overrides).trainer, record.last)
     current = describe_environment()

@@ -58,7 +58,7 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
         allow_config_change: continue a run that was started with another configuration or other data.
 
     Raises:
-        UserError: for anything that the user can fix. Its subclasses are `Preempted` after a stop signal, when
+        UserError: for anything that the user can fix. Its subclasses are `Preempted` after a stop signal, once
             everything is saved, `NonFiniteError` for a non-finite loss, and `MachineError` for problems such as a full
             disk.
     """

@@ -306,7 +306,7 @@ class Trainer:
         """Trains until `num_train_steps` or the end of the data, and yields each step after running its hooks.
 
         Raises:
-            Preempted: after a stop signal, when everything is saved.
+            Preempted: after a stop signal, once everything is saved.
             NonFiniteError: if the loss is not finite, and the configuration requires the run to stop in this case.
         """
         check_loader(state, train_loader)

@@ -29,7 +29,7 @@ class TokenScores:
     """Token scores of a document at a step. Log probabilities are in hundredths of nats, to keep files small."""
 
     nll_S: list[int]
-    """-log p of each token except the first."""
+    """-log p of each token except the first, in hundredths of nats."""
     rank_S: list[int]
     """Number of tokens of the vocabulary that are more likely than the token in the document, at each position."""
     top_SK: list[list[tuple[int, int]]]

@@ -46,7 +46,7 @@ class AlertKind(Config):
 
 
 class RobustWindow:
-    """Median and spread of the last values; robust against single outliers.
+    """Median and spread of the last values. They are robust against single outliers.
 
     Args:
         size: number of values in the window.

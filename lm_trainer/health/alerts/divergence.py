@@ -52,7 +52,7 @@ class _RunningMedian:
         self.value = self.lowest = math.inf
 
     def add(self, loss: float) -> bool:
-        """Adds the loss of a step; returns True once the window is full."""
+        """Adds the loss of a step. Returns True once the window is full."""
         # Non-finite losses count as inf, so the median remains finite as long as they are few.
         self._last.append(loss if math.isfinite(loss) else math.inf)
         if len(self._last) < self.steps:

@@ -17,8 +17,8 @@ class StepTime(AlertKind):
     factor: PositiveFloat = 2.0
     """Alert if the step time reaches this multiple of the usual step time."""
     steps: PositiveInt = 20
-    """Number of recent steps in the median that is compared with the usual step time. The usual time is the median of
-    the first 100 steps after skipping this many."""
+    """Number of recent steps whose median time is compared with the usual step time. The usual step time is the median
+    of 100 steps at the start, after skipping this number of steps."""
     least: NonNegativeFloat = 0.1
     """Step time in seconds below which there are no alerts."""
 

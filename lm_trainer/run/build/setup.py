@@ -139,8 +139,8 @@ class TrainingSetup:
     def weights_to_evaluate(self, state: TrainState) -> dict[str, Params]:
         """Returns the sets of weights to evaluate, by name.
 
-        The name "" stands for the optimizer's evaluation weights, and `AVERAGED` for the averaged weights. The last
-        entry contains the weights to export. Frozen parameters are included.
+        The entry "" contains the optimizer's evaluation weights, and the entry `AVERAGED` the averaged weights. The
+        last entry contains the weights to export. Frozen parameters are included.
         """
         params = state.params
         if self.has_eval_params:

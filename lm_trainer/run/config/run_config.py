@@ -46,8 +46,8 @@ class RunConfig(Config):
     keeps the softmax normalizer near 1. PaLM uses 1e-4. The z-loss is logged as `train/z_loss`, while `train/loss` and
     evaluations remain the plain cross-entropy."""
     log_entropy: Operational[bool] = False
-    """In evaluations, also measure the mean entropy of the model's predictions, in nats. Logged as `eval/entropy` or,
-    with several sets, `eval/NAME/entropy`."""
+    """In evaluations, also measure the mean entropy of the model's predictions in nats. It is logged as `eval/entropy`
+    or, with several sets, `eval/NAME/entropy`."""
 
     eval_harness: Operational[HarnessConfig | None] = None
     """Tasks of EleutherAI's lm-evaluation-harness to run during training. Results are logged as
@@ -70,8 +70,8 @@ class RunConfig(Config):
     hf_save_steps: Operational[PositiveInt] = 10_000
     """Number of steps between exports. The model is also exported after the last step."""
     hf_upload: Operational[bool | str] = False
-    """Upload every export to the Hugging Face hub: to `ORG/NAME`, or with `true` to a repository named after the run ID
-    in the account of the token in HF_TOKEN. New repositories are private."""
+    """Upload every export to the Hugging Face hub. The value is the name of a repository (`ORG/NAME`), or `true` for a
+    repository that is named after the run ID, in the account of the token in HF_TOKEN. New repositories are private."""
     hf_save_dtype: Operational[Literal["f32", "float32", "bf16", "bfloat16"] | None] = None
     """Dtype of the exported weights; null keeps the dtype of the parameters."""
 

@@ -192,7 +192,7 @@ class TrainerConfig(Config):
     """Initialize and report model parameters that are missing in a checkpoint, instead of raising an error."""
 
     batch_axis: Operational[str] = "batch"
-    """The logical axis sharded over all devices for data parallelism."""
+    """Logical axis that is sharded over all devices for data parallelism."""
     fsdp_axis: Operational[str | tuple[str, ...] | None] = "embed"
     """Logical axes of parameters and optimizer state to shard over the data axis of the mesh between steps."""
     tensor_parallel_axes: AffectsResults[tuple[str, ...] | None] = None
@@ -228,10 +228,10 @@ class TrainerConfig(Config):
     distributed: Operational[DistributedConfig] = DistributedConfig()
     ray: Operational[RayConfig] = RayConfig()
     require_accelerator: Operational[bool | None] = None
-    """Refuse to run on a CPU; null means false."""
+    """Raise an error if there is no accelerator; null means false."""
     shutdown_at_exit: Operational[bool | NonNegativeFloat] = False
-    """Shut down the machine when the command ends for any reason: `true`, or a delay in seconds. For rented machines
-    that are billed while idle."""
+    """Shut down the machine when the command ends for any reason. The value is `true` or a delay in seconds. Useful for
+    rented machines that are billed while idle."""
 
     @field_validator("id")
     @classmethod
@@ -324,7 +324,7 @@ class TrainerConfig(Config):
 
     @property
     def gathers_layers(self) -> bool:
-        """True if a step gathers one layer at a time; raises `RuntimeError` before `resolve_gather` has resolved it."""
+        """True if a step gathers one layer at a time. Raises `RuntimeError` if `gather` has not been resolved yet."""
         if self.gathers_by_size:
             raise RuntimeError("trainer.gather is auto, and the size of the model has not been looked at")
         return self.gather == "layer"

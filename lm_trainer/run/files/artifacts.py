@@ -24,5 +24,5 @@ class Artifacts:
         return file
 
     def log(self, name: str, file: Path, *, type: str) -> None:
-        """Passes an existing file to the trackers."""
+        """Passes an existing file to the trackers, without copying it to the run directory."""
         self._tracker.log_artifact(name, file, type=type)

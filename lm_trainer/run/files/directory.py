@@ -85,8 +85,8 @@ class RunDirectory:
         trainer: trainer section, which contains the paths of the directories.
         settings: complete configuration of the run, with `trainer` as one of its sections.
         name: the run ID.
-        allow_change: allow the run to continue with a changed configuration. The change is recorded when the first step
-            is computed with it.
+        allow_change: allow the run to continue with a changed configuration. The change takes effect, and is recorded,
+            with the first step that is computed with it.
         on_wait: called with a message if the run has to wait for another process before it can start.
 
     Raises:

@@ -19,7 +19,7 @@ from lm_trainer.run.config.trainer_config import TrainerConfig
 _RELEVANT_PACKAGES = re.compile(r"jax|nvidia-|libtpu|flax$|optax$|numpy$|ml.dtypes$|qwix$|tokenizers$|lm.trainer$")
 """Packages whose version may affect the exact bits of a run's results."""
 _METADATA = ("METADATA", "PKG-INFO", "")
-"""Names of the metadata file of an installed package. The empty name stands for an old-style `.egg-info` file itself.
+"""Names of the metadata file of an installed package. The empty name means an old-style `.egg-info` file itself.
 """
 _HEADER = re.compile(r"^(Name|Version): *(\S+) *$", re.MULTILINE)
 

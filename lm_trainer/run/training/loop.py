@@ -22,7 +22,7 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
         batches: the following batches, with the rows of this process.
 
     Raises:
-        Preempted: after a stop signal, when everything is saved.
+        Preempted: after a stop signal, once everything is saved.
         NonFiniteError: if the loss is not finite, and the configuration requires the run to stop in this case.
         UserError: if the data of a step will never be available.
     """

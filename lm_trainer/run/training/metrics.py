@@ -188,7 +188,7 @@ class MetricLogger:
         self._waiting.shutdown()
 
     def finish(self, step: int, sample: str | None) -> None:
-        """Records the results of the run."""
+        """Records the final results of the run."""
         self._trackers.log_summary({"step": step, "train_loss": self.train_loss, "eval_losses": self.eval_losses})
         if sample is not None:
             self._trackers.log_text("sample", sample, step=step)

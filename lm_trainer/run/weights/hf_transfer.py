@@ -1,4 +1,4 @@
-"""Export to and import from the Hugging Face format: `lmt export-hf` and `lmt import-hf`."""
+"""Exports models to the Hugging Face format (`lmt export-hf`), and imports them from it (`lmt import-hf`)."""
 
 from __future__ import annotations
 

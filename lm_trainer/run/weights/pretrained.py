@@ -46,8 +46,8 @@ class HfStart:
     vocab_size: int
     """Number of rows of the token embedding."""
     source: HfCheckpoint | None
-    """The Hugging Face checkpoint; None if the run already has a checkpoint of its own. Frozen weights are then read
-    from the Hugging Face checkpoint when they are needed."""
+    """The Hugging Face checkpoint; None if the run itself already has a checkpoint. Frozen weights are then read from
+    the Hugging Face checkpoint when they are needed."""
     notes: tuple[str, ...] = ()
     """Notes to show to the user."""
 
@@ -196,7 +196,7 @@ class HfCheckpoint:
     """A checkpoint in Hugging Face format. Until `load` is called, only the file headers are read."""
 
     name: str
-    """Name as written by the user."""
+    """Name of the checkpoint, as the user has written it."""
     directory: Path
     config: DecoderConfig
     """Model section that is equivalent to config.json."""
@@ -253,7 +253,7 @@ class HfCheckpoint:
     def load(
         self, model: DecoderConfig, shapes: Mapping[str, jax.ShapeDtypeStruct], shardings: Mapping[str, Sharding]
     ) -> Params:
-        """Loads the parameters of the model. Each process reads only the shards of its own devices.
+        """Loads the parameters of the model. Each process reads only the shards on its devices.
 
         Host memory holds only a part of one tensor at a time.
 
