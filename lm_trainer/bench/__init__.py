@@ -1,1 +1,1 @@
-"""Measurements of a configuration, one file for each command of `lmt bench`."""
+"""Benchmarks of a configuration, with one module for each command of `lmt bench`."""

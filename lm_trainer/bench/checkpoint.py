@@ -1,4 +1,4 @@
-"""Times of saving and restoring checkpoints, their cost to training steps, and the speed of the disk."""
+"""Measures the time to save and restore checkpoints, the time that a save costs training, and the speed of the disk."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from lm_trainer.run.weights.saved_state import arrays_to_save, save_state
 
 
 def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> BenchResult:
-    """Saves the state of a run to a temporary directory next to the run's checkpoints.
+    """Measures saves and restores of a run's state, in a temporary directory next to the checkpoints of the run.
 
-    Alternates `steps` training steps, as many with a save before the first, and a plain write of as many bytes.
+    Three measurements alternate: `steps` training steps, the same number of steps with a save before the first one, and
+    a plain write of the same number of bytes.
 
     Raises:
-        UserError: as `configure_and_build_setup`, or if the directory cannot be written.
+        UserError: as for `configure_and_build_setup`, or if the directory cannot be written.
     """
     base = local_path(config.trainer.checkpointer.base_path)
-    # Innermost first.
+    # Directories to remove at the end, the innermost first.
     missing = [directory for directory in (base, *base.parents) if not directory.exists()]
     ensure_writable_directory(base, "trainer.checkpointer.base_path")
     with tempfile.TemporaryDirectory(dir=base, prefix=".bench-") as directory:
@@ -40,25 +41,25 @@ def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> Bench
         with closing(store):
             run = _Run(resolve_model(config, "bench"), store, steps)
             write = _build_timed_writer(Path(directory) / "plain", run.num_bytes)
-            # Untimed: the first run compiles, allocates and creates files.
+            # The first calls are not timed, because they compile, allocate memory and create files.
             for warm in (run.time_steps, run.time_save_and_steps, write):
                 warm()
             run.blocked.clear()
             run.finished.clear()
-            # Interleaved, so a slowdown of the machine affects all of them alike.
+            # The measurements are interleaved, so that a slowdown of the machine affects all of them alike.
             timings = measure_interleaved(
                 {"alone": run.time_steps, "saving": run.time_save_and_steps, "write": write}, repeats
             )
             restores = [time_call(run.restore) for _ in range(repeats)]
     for directory in missing:
-        # Other processes may have written files there.
+        # The directory cannot be removed if other processes have written files there.
         with contextlib.suppress(OSError):
             directory.rmdir()
     return _build_report(run, timings, restores)
 
 
 class _Run:
-    """A run that trains, saves and restores on command."""
+    """A run that trains, saves and restores when its methods are called."""
 
     def __init__(self, config: RunConfig, store: CheckpointStore, steps: int):
         self._program, vocab_size = configure_and_build_setup(config)
@@ -70,21 +71,24 @@ class _Run:
         self.num_bytes = sum(x.nbytes for x in arrays.values())
         self._like = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for n, x in arrays.items()}
         self.blocked: list[float] = []
-        """Seconds of each save during which training was blocked."""
+        """Number of seconds for which each save blocked training."""
         self.finished: list[float] = []
-        """Seconds from the start of each save until it was on disk and the concurrent steps were done."""
+        """Number of seconds from the start of each save until it was on disk and the concurrent steps were done."""
 
     def time_steps(self) -> float:
-        """Seconds of some steps, waiting for each."""
+        """Runs `steps` training steps, waits for each of them, and returns the total time in seconds."""
         started = time.perf_counter()
         for _ in range(self.steps):
             self._state, metrics = self._program.step(self._state, self._placed, 1e-4)
-            # A call returns before its step is computed: without the wait, this would measure the dispatch.
+            # A call returns before its step is computed. Without waiting, only the dispatch would be measured.
             jax.block_until_ready(metrics)
         return time.perf_counter() - started
 
     def time_save_and_steps(self) -> float:
-        """Seconds of a save and the steps after it; then waits, untimed, until the save is on disk."""
+        """Starts a save, runs the steps, and returns the time of both in seconds.
+
+        Then waits until the save is on disk.
+        """
         started = time.perf_counter()
         save_state(self._store, self._state, self._program, {})
         self.blocked.append(time.perf_counter() - started)
@@ -101,7 +105,7 @@ class _Run:
 
 
 def _build_timed_writer(path: Path, count: int) -> Callable[[], float]:
-    # Random, so no file system can compress it.
+    # The content is random, so that no file system can compress it.
     content = np.random.default_rng(0).bytes(count)
 
     def write() -> float:
@@ -109,7 +113,7 @@ def _build_timed_writer(path: Path, count: int) -> Callable[[], float]:
         with path.open("wb") as file:
             file.write(content)
             file.flush()
-            # Without it, only the copy to kernel memory would be timed.
+            # Without this call, only the copy to kernel memory would be timed.
             os.fsync(file.fileno())
         return time.perf_counter() - started
 

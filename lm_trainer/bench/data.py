@@ -1,4 +1,4 @@
-"""Rate of loading a run's data, and the time that its steps wait for data."""
+"""Measures how fast the data of a run can be loaded, and how long its steps wait for data."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from lm_trainer.run.dry_run import configure_and_build_setup
 from lm_trainer.run.weights.pretrained import resolve_model
 
 _AHEAD = 8
-"""Untimed batches before and after the timed ones, so threads have read ahead equally many at both ends."""
+"""Number of untimed batches before and after the timed ones, so that threads have read equally far ahead when the clock
+starts and when it stops."""
 
 
 def measure_data(config: RunConfig, *, batches: int, repeats: int) -> BenchResult:
-    """Loads batches as fast as possible, and at the rate of training steps, alternately.
+    """Alternates between loading batches as fast as possible and loading them at the rate of training steps.
 
-    Text without a cache is tokenised first, into the cache training uses.
+    Text without a token cache is tokenised first, into the cache that training would use.
 
     Raises:
-        UserError: for missing or damaged data, or as `configure_and_build_setup`.
+        UserError: if data is missing or damaged, or as for `configure_and_build_setup`.
     """
     config = resolve_model(config, "bench")
     data = open_data(config.data, seq_len=config.model.seq_len, seed=config.trainer.seed)
@@ -37,7 +38,7 @@ def measure_data(config: RunConfig, *, batches: int, repeats: int) -> BenchResul
         wall, cpu, waits, steps = [], [], [], []
         train = _build_timed_trainer(setup)
         for turn in range(repeats):
-            # Each round reads different rows, because the previous ones are in memory.
+            # Each round reads different rows, because the rows of previous rounds are already in memory.
             start = turn * (batches + 2 * _AHEAD)
             seconds, work = _time_loading(_open_batches(config, data, setup, start, batches), batches)
             wall.append(seconds / batches)
@@ -86,8 +87,8 @@ def _open_batches(config: RunConfig, data: Data, setup: TrainingSetup, first: in
 
 
 def _time_loading(batches: Iterator[Batch], count: int) -> tuple[float, float]:
-    """Wall seconds, and CPU seconds of all threads, for `count` batches."""
-    # Skips batches that threads have read before the clock starts.
+    """Returns the wall-clock time and the CPU time of all threads for `count` batches, in seconds."""
+    # Skips the batches that threads have read ahead before the clock starts.
     for _ in range(_AHEAD):
         next(batches)
     started, used = time.perf_counter(), time.process_time()
@@ -97,7 +98,7 @@ def _time_loading(batches: Iterator[Batch], count: int) -> tuple[float, float]:
 
 
 def _build_timed_trainer(setup: TrainingSetup) -> Callable[[Iterator[Batch], int], list[tuple[float, float]]]:
-    """A function that trains on batches and returns, for each, the seconds of data wait and of the full step."""
+    """Returns a function that trains on batches and returns two times in seconds for each: data wait and full step."""
     state = setup.init()
 
     def step(batches: Iterator[Batch]) -> tuple[float, float]:
@@ -105,7 +106,7 @@ def _build_timed_trainer(setup: TrainingSetup) -> Callable[[Iterator[Batch], int
         started = time.perf_counter()
         batch = next(batches)
         waited = time.perf_counter() - started
-        # At the first batch, which is untimed.
+        # This happens at the first batch, which is not timed.
         if not setup.step.is_compiled(0):
             setup.step.compile(batch)
         state, metrics = setup.step(state, setup.step.put(batch), 1e-4)

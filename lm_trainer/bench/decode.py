@@ -1,4 +1,4 @@
-"""Rate of decoding with a key-value cache, compared with the bound from reading the weights from memory."""
+"""Measures the speed of decoding with a key-value cache, relative to the limit set by reading weights from memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from lm_trainer.run.weights.pretrained import resolve_model
 
 
 def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repeats: int) -> BenchResult:
-    """Times prefill of `rows` prompts of `prompt` tokens and decoding of `new` tokens for each, with random weights.
+    """Times the prefill of `rows` prompts with `prompt` tokens each and the decoding of `new` tokens for each prompt.
+
+    The model has random weights.
 
     Raises:
-        UserError: if prompt and new tokens do not fit into the model's context, or as `configure_and_build_setup`.
+        UserError: if prompt and new tokens do not fit into the model's context, or as for `configure_and_build_setup`.
     """
     program, vocab_size = configure_and_build_setup(config := resolve_model(config, "bench"))
     context = config.model.spec(vocab_size).num_positions
@@ -32,7 +34,7 @@ def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repea
     with jax.default_device(jax.local_devices()[0]):
         params = jax.jit(program.model.init)()
     dtype = config.trainer.mp.compute_dtype
-    # Cast once, so each token reads the weights in the compute dtype instead of float32.
+    # Casts the weights once, so that each decoding step reads them in the compute dtype instead of float32.
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     model = to_decoding_layout(program.model.merge(params), dtype)
     prompts = np.random.default_rng(0).integers(0, vocab_size, (rows, prompt)).tolist()
@@ -46,7 +48,7 @@ def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repea
         "write": lambda: time_call(lambda: jax.block_until_ready(generation.decode(*prefilled))),
         "copy": lambda: probe.num_bytes / probe.run(),
     }
-    # Untimed, because the first call compiles.
+    # The first calls are not timed, because they compile.
     for run in runs.values():
         run()
     timings = measure_interleaved(runs, repeats)
@@ -55,7 +57,8 @@ def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repea
         Spread.from_values([seconds / new for seconds in timings["write"]]),
     )
     bandwidth = Spread.from_values(timings["copy"])
-    # Each token reads all weights and the full cache at least once, so the bandwidth gives a lower bound.
+    # Each decoding step reads all weights and the full cache at least once, so the bandwidth gives a lower bound for
+    # its time.
     read = float(sum(x.nbytes for x in jax.tree.leaves(params)) + _cache_bytes(config, vocab_size, rows, prompt + new))
     fraction = read / token.median / bandwidth.median
     values = {
@@ -85,6 +88,6 @@ def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repea
 
 
 def _cache_bytes(config: RunConfig, vocab_size: int, rows: int, length: int) -> int:
-    """Bytes of the keys and values of all layers for `length` cached tokens."""
+    """Returns the number of bytes of the keys and values of all layers for `length` cached tokens in each row."""
     width = sum(2 * b.attention.kv_heads * b.attention.head_dim for b in config.model.spec(vocab_size).blocks)
     return rows * length * width * config.trainer.mp.compute_dtype.itemsize

@@ -1,4 +1,4 @@
-"""Memory of a training step on a device, and the savings of gradient checkpointing and a blockwise loss."""
+"""Measures the memory of a training step, and how much gradient checkpointing and a blockwise loss save."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ BLOCKS = (None, 1024, 512)
 
 
 def measure_memory(config: RunConfig, *, repeats: int) -> BenchResult:
-    """Compiles the gradient for each way to save memory, reads XLA's memory analysis, and times all of them.
+    """Compiles the gradient with each way of saving memory, reads the memory analysis of XLA, and times all variants.
 
     Raises:
-        UserError: as `configure_and_build_setup`.
+        UserError: as for `configure_and_build_setup`.
     """
     setup, vocab_size = configure_and_build_setup(config := resolve_model(config, "bench"))
     rows, seq_len = setup.step.local_rows(), config.model.seq_len
@@ -37,7 +37,7 @@ def measure_memory(config: RunConfig, *, repeats: int) -> BenchResult:
     programs = {name: configure_and_build_setup(variant, vocab_size)[0] for name, variant in variants.items()}
     temporary = {name: _temporary_bytes(other, batch) for name, other in programs.items()}
     runs = {name: _build_timed_gradient(other, state, batch) for name, other in programs.items()}
-    # Untimed, because the first call allocates.
+    # The first calls are not timed, because they allocate memory.
     for run in runs.values():
         run()
     seconds = {name: Spread.from_values(values) for name, values in measure_interleaved(runs, repeats).items()}
@@ -73,10 +73,15 @@ def measure_memory(config: RunConfig, *, repeats: int) -> BenchResult:
 
 
 def _config_variants(config: RunConfig, tokens: int) -> Iterator[tuple[str, RunConfig]]:
-    """The configuration unchanged, and with one setting changed, by setting; `tokens` is the size of a microbatch."""
+    """Yields the configuration unchanged and with one setting changed, each with a description of the change.
+
+    Args:
+        config: the configuration.
+        tokens: number of tokens in a microbatch.
+    """
     model = config.model
     yield "as configured", config
-    # Layer by layer, activations a policy stores are not temporary memory of a program.
+    # If training runs layer by layer, the activations that a policy saves are not temporary memory of a program.
     for policy in () if config.trainer.gathers_layers else POLICIES:
         changed = model.model_copy(update={"gradient_checkpointing": policy})
         # The configured policy is already the first row.
@@ -90,19 +95,19 @@ def _config_variants(config: RunConfig, tokens: int) -> Iterator[tuple[str, RunC
 
 
 def _build_timed_gradient(setup: TrainingSetup, state: TrainState, batch: Batch) -> Callable[[], float]:
-    """A function that computes the gradient of a full batch and returns its seconds."""
+    """Returns a function that computes the gradient of a full batch and returns the time in seconds."""
     placed = setup.step.put(batch)
     return lambda: time_call(lambda: jax.block_until_ready(setup.step.gradient(state, placed)))
 
 
 def _temporary_bytes(setup: TrainingSetup, batch: Batch) -> int | None:
-    """Temporary bytes of a microbatch's gradient, without its inputs and outputs."""
+    """Returns the temporary memory for the gradient of a microbatch in bytes, without inputs and outputs."""
     memory = setup.step.compile(batch).memory()
     return None if memory is None else memory.temp_size_in_bytes
 
 
 def _state_bytes(state: TrainState) -> dict[str, int]:
-    """Bytes of the state on each device, between steps."""
+    """Returns the number of bytes of the training state on each device, as they are between two steps."""
     parts = {"parameters": (state.params, state.frozen), "optimizer": state.opt_state}
     return {name: bytes_per_device(tree) for name, tree in parts.items()}
 

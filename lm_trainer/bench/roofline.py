@@ -1,4 +1,4 @@
-"""The roofline of a training step: compute-bound and memory-bound parts of the gradient."""
+"""Computes the roofline of a training step: which parts of the gradient are compute-bound or memory-bound."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from lm_trainer.profile.roofline import Bound, compute_bounds, list_operations
 from lm_trainer.profile.timing import BenchResult, Spread, format_si
 
 PARTS = ("embedding", "attention", "mlp", "loss")
-"""Named scopes of `lm_trainer.nn`."""
+"""Named scopes in `lm_trainer.nn` that are reported separately."""
 _COPIES, _LARGEST = 20, 8
 
 
 def measure_roofline(session: BenchSession, report: MfuReport) -> BenchResult:
-    """The minimum time of the gradient's operations, limited by the product of `report` and a measured copy."""
+    """Computes the minimum time of the operations in the gradient.
+
+    The limits are the speed of the matrix product in `report` and the bandwidth of a memory copy that is measured here.
+    """
     probe = CopyProbe(jax.devices()[0])
     copies = Spread.from_values([probe.num_bytes / probe.run() for _ in range(_COPIES)])
     bandwidth = copies.median
-    # The probe's FLOP/s are for all devices, the operations for one.
+    # The FLOP/s in `report` are for all devices, but the operations are for one device.
     flops = report.matmul_flops.median / session.device_count
     device_operations = [
         op

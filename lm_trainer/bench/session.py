@@ -1,4 +1,4 @@
-"""A configuration's training step on random tokens."""
+"""Runs the training step of a configuration on random tokens."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from lm_trainer.step.state.train_state import TrainState
 
 @dataclass
 class BenchSession:
-    """A repeatable training step, with its size and devices."""
+    """A training step that can be run repeatedly, with its size and devices."""
 
     tokens_per_step: int
     flops_per_token: float
-    """FLOPs of a training step, forward and backward, per token."""
+    """Number of FLOPs per token of a training step, forward and backward."""
     recomputed_flops_per_token: float
-    """Additional FLOPs per token of rematerialisation."""
+    """Number of additional FLOPs per token due to rematerialisation."""
     device_kind: str
     device_count: int
     dtype: str
-    """The dtype of matrix products."""
+    """Dtype of the matrix products."""
     num_params: int
     vocab_size: int
     gradient: Executable | Executables
@@ -47,7 +47,7 @@ class BenchSession:
     _batch: Any
 
     def run_step(self) -> None:
-        """Runs one full training step; returns when its result is computed."""
+        """Runs one full training step, and returns when its result has been computed."""
         self._state, metrics = self._program.compute_step(self._state, self._batch)
         # The call returns before its programs have run, and the metrics depend only on some of them.
         jax.block_until_ready((self._state.params, metrics))
@@ -55,10 +55,10 @@ class BenchSession:
 
 @contextmanager
 def open_bench_session(config: RunConfig) -> Iterator[BenchSession]:
-    """Compiles the step of `lmt train` for `config` and gives it a batch of random tokens; writes no files.
+    """Compiles the training step of `lmt train` for `config`, with a batch of random tokens. Writes no files.
 
     Raises:
-        UserError: if the devices or the sharding rules do not fit.
+        UserError: if the configuration does not fit the devices or the sharding rules.
     """
     setup, vocab_size = configure_and_build_setup(config := resolve_model(config, "bench"))
     config = with_resolved_gather(config, vocab_size)

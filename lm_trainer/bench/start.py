@@ -1,6 +1,6 @@
-"""Time from process start to the first finished step, with an empty and with a warm compilation cache.
+"""Measures the time from process start to the end of the first step, with an empty and a warm compilation cache.
 
-Each start is a separate process: `python -m lm_trainer.bench.start` reads a configuration on stdin.
+Each start is a separate process: `python -m lm_trainer.bench.start` reads a configuration from standard input.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _BUILT, _READ = "/jax/core/compile/backend_compile_duration", "/jax/compilation_
 
 
 def measure_starts(config: RunConfig, *, repeats: int) -> BenchResult:
-    """Alternates starts with an empty cache and starts with the cache filled by them.
+    """Alternates between a start with an empty cache and a start with the cache that the previous start has filled.
 
     Raises:
-        UserError: if a start fails, with its output.
+        UserError: if a start fails. The message contains the last line of its error output.
     """
     starts_by_kind: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as cache:
             trainer = config.trainer.model_copy(update={"jax_compilation_cache_dir": cache})
             text = config.model_copy(update={"trainer": trainer}).model_dump_json()
-            # Order matters: the first start fills the cache the second reads.
+            # The order matters: the first start fills the cache that the second one reads.
             for start in starts_by_kind.values():
                 start.append(_run_start(text))
             size = sum(path.stat().st_size for path in Path(cache).rglob("*") if path.is_file())
@@ -75,7 +75,7 @@ def measure_starts(config: RunConfig, *, repeats: int) -> BenchResult:
 
 
 def _run_start(config: str) -> dict[str, float]:
-    # The clock starts here, to include the start of Python.
+    # The clock starts here, to include the start of the Python interpreter.
     command = [sys.executable, "-m", "lm_trainer.bench.start", repr(time.time())]
     done = subprocess.run(command, input=config, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -84,7 +84,7 @@ def _run_start(config: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Starts once; prints the seconds of each phase as JSON, or an error on stderr."""
+    """Performs one start, and prints the time of each phase in seconds as JSON, or an error on stderr."""
     try:
         _measure_phases()
     except UserError as error:
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def _measure_phases() -> None:
-    # Imported here, because the import time is one of the phases.
+    # Modules are imported here, because the import time is one of the phases.
     started = float(sys.argv[1])
     from lm_trainer.core.runtime import prepare_process
 

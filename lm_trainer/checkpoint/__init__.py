@@ -1,1 +1,1 @@
-"""Checkpoints: the policy for saving and retention, the store, and the checksums."""
+"""Checkpoints: the policy for saving and keeping them, the store that reads and writes them, and their checksums."""

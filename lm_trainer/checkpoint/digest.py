@@ -14,17 +14,17 @@ from lm_trainer.parallel.cpu_sync import wait_on_cpu
 
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 _SMALL = 2**16
-"""Number of elements up to which NumPy is faster on a CPU than compiling a JAX program for the shape."""
-# One salt per sum in `compute_hashes`, so that a collision in one sum is no collision in the other.
+"""Maximum number of elements for which NumPy on a CPU is faster than compiling a JAX program for the shape."""
+# Each sum in `compute_hashes` has its own salt, so that a collision in one sum does not imply a collision in the other.
 _SALTS = (0x9E3779B9, 0x7F4A7C15)
 
 
 def compute_checksums(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, int]:
     """Computes a 32-bit checksum of each array: sum over i of bits(x_i) * (2 i + 1) * 0x9E3779B1, modulo 2^32.
 
-    Every factor is odd, so any single flipped bit changes the checksum, and so does swapping two unequal elements,
-    unless their difference is a multiple of a large power of two. Integer sums are exact in every order, so the
-    sharding does not matter.
+    Every factor is odd, so any single flipped bit changes the checksum. Swapping two unequal elements also changes it,
+    unless their difference is a multiple of a large power of two. Integer sums are exact in any order, so the result
+    does not depend on the sharding.
 
     Args:
         arrays: arrays of any shape, with 1, 2 or 4 bytes per element.
@@ -33,11 +33,11 @@ def compute_checksums(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str,
 
 
 def compute_hashes(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, str]:
-    """Computes a 64-bit hash of each array, as 16 hex digits: equal for equal bits, otherwise equal only by chance.
+    """Computes a 64-bit hash of the bits of each array, as 16 hexadecimal digits.
 
-    The bits of each element are mixed with its index and summed modulo 2^32, in two sums with different salts. Unlike
-    in the linear sum of `compute_checksums`, changes in several elements cannot cancel each other. All processes must
-    call it.
+    The bits of each element are mixed with its index and summed modulo 2^32, in two sums with different salts. Arrays
+    with different bits have the same hash only by chance: unlike in the linear sum of `compute_checksums`, changes in
+    several elements do not cancel systematically. All processes must call this function.
 
     Args:
         arrays: arrays of any shape, with 1, 2 or 4 bytes per element.
@@ -46,7 +46,7 @@ def compute_hashes(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, st
 
 
 SumFunction = Callable[[Any, Any], list[Any]]
-"""Function from the bits and indices of all elements (JAX or NumPy arrays) to sums modulo 2^32."""
+"""Function that takes the bits and indices of all elements (JAX or NumPy arrays) and returns sums modulo 2^32."""
 
 
 def _checksum(bits: Any, index: Any) -> list[Any]:
@@ -58,14 +58,14 @@ def _salted_sums(bits: Any, index: Any) -> list[Any]:
 
 
 def _mix(x: Any) -> Any:
-    """The 32-bit finalizer of MurmurHash3 (Appleby 2011), a permutation mixing every bit into every other."""
+    """Applies the 32-bit finalizer of MurmurHash3 (Appleby 2011), a permutation that mixes all bits."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return x ^ (x >> np.uint32(16))
 
 
 def _compute_sums(sums: SumFunction, arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, list[int]]:
-    # Dispatch all before waiting for the first, to keep an accelerator busy.
+    # Dispatches the programs of all arrays before waiting for the first result, to keep an accelerator busy.
     started = {
         name: sums(*_bits_and_index_on_host(x)) if _is_small(x) else wait_on_cpu(_on_devices(sums, x))
         for name, x in arrays.items()
@@ -74,37 +74,37 @@ def _compute_sums(sums: SumFunction, arrays: Mapping[str, jax.Array | np.ndarray
 
 
 def _is_small(x: jax.Array | np.ndarray) -> bool:
-    """Returns True if the array is cheaper to process with NumPy, in the memory of this process."""
+    """Returns True if it is cheaper to process the array with NumPy, in the memory of this process."""
     if isinstance(x, np.ndarray):
         return x.size <= _SMALL
     return x.size <= _SMALL and x.is_fully_addressable and next(iter(x.devices())).platform == "cpu"
 
 
-# One program per shape compiles faster than one for all arrays, because most share their shape with others.
+# Compiling one program per shape is faster than compiling one for all arrays, because many arrays have the same shape.
 @functools.partial(jax.jit, static_argnums=0)
 def _on_devices(sums: SumFunction, x: Any) -> list[jax.Array]:
     return sums(*_bits_and_index(x))
 
 
 def _read_scalar(x: Any) -> int:
-    """Returns the value of a replicated scalar; blocks until it is computed."""
-    # Reads this process's copy, because `int(x)` refuses an array spanning several processes.
+    """Returns the value of a replicated scalar. Blocks until it has been computed."""
+    # Reads the copy of this process, because `int(x)` fails for an array that spans several processes.
     return int(np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x))
 
 
 def _bits_and_index_on_host(x: jax.Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Like `_bits_and_index`, for the flattened array in NumPy."""
+    """Like `_bits_and_index`, but for the flattened array and with NumPy."""
     elements = np.asarray(x).reshape(-1)
     bits = elements.view(_BITS[elements.dtype.itemsize]).astype(np.uint32)
     return bits, np.arange(elements.size, dtype=np.uint32)
 
 
 def _bits_and_index(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns each element's bits as uint32 and its flat index modulo 2^32, both in the shape of `x`."""
+    """Returns the bits of each element as uint32 and its flat index modulo 2^32, both in the shape of `x`."""
     # Booleans cannot be bitcast.
     x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
     bits = jax.lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize]).astype(jnp.uint32)
-    # Built axis by axis, so that each device computes only the indices of its shard.
+    # The index is computed axis by axis, so that each device computes only the indices of its shard.
     index = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):
         index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
@@ -112,7 +112,7 @@ def _bits_and_index(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def find_non_finite(arrays: Mapping[str, jax.Array]) -> list[str]:
-    """Returns the names of arrays with a NaN or an infinity. All processes must call it."""
+    """Returns the names of the arrays that contain a NaN or an infinity. All processes must call this function."""
     values = _all_finite({name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)})
     return [name for name, value in values.items() if not np.asarray(value.addressable_data(0))]
 

@@ -1,4 +1,4 @@
-"""asyncio event loops for Orbax that wait for their tasks before closing."""
+"""asyncio event loops for Orbax that wait for their tasks before they close."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any
 
 @contextlib.contextmanager
 def drain_event_loops_on_close() -> Iterator[None]:
-    """Context in which new event loops wait for their tasks before closing.
+    """Context manager in which new event loops wait for their tasks before they close.
 
-    Orbax closes a loop at the first unreadable array, while TensorStore still reads others. Each of these then finds a
-    closed loop: TensorStore prints a traceback, and asyncio prints an error never retrieved.
+    Orbax closes a loop at the first unreadable array, while TensorStore is still reading other arrays. Each of these
+    reads then finds a closed loop: TensorStore prints a traceback, and asyncio prints an error that was never
+    retrieved.
     """
     policy = _exchange_policy(_WaitingLoopPolicy())
     try:
@@ -27,14 +28,14 @@ def drain_event_loops_on_close() -> Iterator[None]:
 
 
 def always_drain_event_loops_on_close() -> None:
-    """Makes all future event loops wait for their tasks before closing, as in `drain_event_loops_on_close`."""
+    """Makes all future event loops wait for their tasks before they close; see `drain_event_loops_on_close`."""
     _exchange_policy(_WaitingLoopPolicy())
 
 
 def _exchange_policy(policy: Any) -> Any:
-    """Sets the event loop policy, and returns the previous one."""
+    """Sets the event loop policy and returns the previous one."""
     with warnings.catch_warnings():
-        # Deprecated since Python 3.14, but Orbax still creates its loops with it.
+        # Event loop policies are deprecated since Python 3.14, but Orbax still creates its loops with them.
         warnings.simplefilter("ignore", DeprecationWarning)
         previous = asyncio.get_event_loop_policy()
         asyncio.set_event_loop_policy(policy)
@@ -62,7 +63,7 @@ class _WaitingLoop(asyncio.SelectorEventLoop):
         super().close()
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        # If several tasks fail, Orbax retrieves only the first error.
+        # If several tasks fail, Orbax retrieves only the first error, so the message about the others is suppressed.
         if context.get("message") != "Task exception was never retrieved":
             super().call_exception_handler(context)
 

@@ -1,9 +1,9 @@
-"""Checkpoint steps in object storage, written by TensorStore; a step is committed by one object written last.
+"""Checkpoint steps in object storage, written by TensorStore. One object, written last, commits a step.
 
-Below the checkpoint directory of a run:
+The checkpoint directory of a run contains:
 
-    steps/40.json             the record of step 40, which commits it
-    arrays/40-1f0c9a2b/NAME/  its arrays as zarr chunks, below a prefix unique to this save
+    steps/40.json             the record of step 40, which commits the step
+    arrays/40-1f0c9a2b/NAME/  its arrays as zarr chunks, below a prefix that is unique to this save
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ logger = logging.getLogger(__name__)
 _STEPS, _ARRAYS = "steps", "arrays"
 _MARKER = re.compile(r"(\d+)\.json")
 _PREFIX = re.compile(rf"{_ARRAYS}/\d+-[0-9a-f]+")
-"""Directory with the arrays of one step."""
+"""Pattern of the directory with the arrays of one step."""
 _ASIDE = re.compile(r"(\d+)\.corrupt(\.\d+)?\.json")
 _CHUNK_BYTES = 64 << 20
-"""Maximum bytes per object; a broken connection sends the full object a second time."""
+"""Maximum number of bytes per object. If the connection breaks, the full object is sent a second time."""
 _IN_FLIGHT_BYTES = 2 << 30
-"""Bytes read concurrently."""
+"""Maximum number of bytes that are read concurrently."""
 _SLOW_SECONDS = 60.0
-"""Seconds after which a warning reports a save still in progress."""
+"""Number of seconds after which a warning reports that a save is still in progress."""
 _READ_SECONDS = 600.0
 _DELETE_SECONDS = 20.0
 _DAMAGED = re.compile(r"(FAILED_PRECONDITION|DATA_LOSS|OUT_OF_RANGE)\b.*\b(data|byte)\b", re.DOTALL)
-"""Errors of TensorStore for an object received in full with a size different from its chunk."""
+"""Pattern of TensorStore's errors for an object that was received in full, but has a different size than its chunk."""
 
 
 class BucketSteps:
     """Reader of the steps below a prefix of a bucket; see `lm_trainer.checkpoint.steps.Steps`.
 
-    An unreachable server raises `MachineError`: it says nothing about the steps, so none is moved aside.
+    If the server is unreachable, methods raise `MachineError`. This says nothing about the steps, so none is moved
+    aside.
     """
 
     def __init__(self, directory: Bucket, config: CheckpointerConfig | None = None):
@@ -74,10 +75,10 @@ class BucketSteps:
         del step
         read: dict[str, jax.Array] = {}
         for names in _group_by_size(like):
-            # Devices sharing a chunk read it once.
+            # Devices that share a chunk read it only once.
             cache = tensorstore_context(cache_pool={"total_bytes_limit": _IN_FLIGHT_BYTES})
             stores = {name: _open_array(self.directory, record["layout"], name, like[name], cache) for name in names}
-            # Request all before waiting for the first.
+            # Requests all shards before waiting for the first one.
             parts = {name: _request_shards(stores[name], like[name]) for name in names}
             for name in names:
                 read[name] = self._assemble(parts[name], like[name])
@@ -88,7 +89,7 @@ class BucketSteps:
             try:
                 return np.asarray(parts[_index_key(index, like.shape)].result(timeout=_READ_SECONDS))
             except UserError:
-                # Raised by the handler of a stop signal.
+                # The handler of a stop signal raises this error.
                 raise
             except Exception as error:
                 reason = explain_failed_request(error, self.directory, _READ_SECONDS)
@@ -107,7 +108,7 @@ class BucketSteps:
 class BucketWriter:
     """Writer of steps in a bucket; see `lm_trainer.checkpoint.steps.Writer`.
 
-    Every process writes its shards. The first one writes the record once the others have reported completion.
+    Every process writes its own shards. The first process writes the record once all others have reported completion.
     """
 
     remedy = "mend it"
@@ -124,14 +125,15 @@ class BucketWriter:
             self.directory.check_writable("trainer.checkpointer.base_path")
             self._remove_orphans()
         wait_for_all("checkpoint directory")
-        # Cached: an unresponsive server must not delay the training steps between two saves.
+        # The list of steps is cached, because an unresponsive server must not delay the training steps between two
+        # saves.
         self._present = set(steps.list_steps())
 
     def how_to_remove(self, step: int) -> str:
         return f"to remove one, remove {self.directory}/{record_key(step)}; its arrays go at the next start"
 
     def save(self, step: int, arrays: Mapping[str, jax.Array], record: Mapping[str, Any]) -> Future[Any]:
-        # Drawn by the first process, because all must write below the same prefix.
+        # The first process draws the number, because all processes must write below the same prefix.
         unique = int(gather(np.asarray(secrets.randbits(31), np.int32))[0])
         prefix = f"{_ARRAYS}/{step}-{unique:08x}"
         layout = {"prefix": prefix, "chunks": {name: _chunk_shape(x) for name, x in arrays.items()}}
@@ -147,7 +149,7 @@ class BucketWriter:
             for name in {name for name, *_ in shards}
         }
         writes = [
-            # The copies belong to this save, so TensorStore need not copy them.
+            # Nothing else modifies the arrays in `shards`, so TensorStore does not need to copy them.
             stores[name][index].write(x, can_reference_source_data_indefinitely=True)
             for name, index, x in shards
         ]
@@ -170,7 +172,10 @@ class BucketWriter:
         self._deletes = True
 
     def _wait_for_all_shards(self, prefix: str, timer: _SaveTimer) -> None:
-        """Waits for the shards of every process; via objects, because this thread must not use JAX collectives."""
+        """Waits for the shards of every process.
+
+        The processes communicate through objects in the bucket, because this thread must not use collectives of JAX.
+        """
         if jax.process_count() == 1:
             return
         self.directory.write(f"{prefix}/done/{jax.process_index()}", b"", seconds=timer.seconds_left())
@@ -178,11 +183,11 @@ class BucketWriter:
             timer.sleep()
 
     def deadline(self, started: float) -> float:
-        """Monotonic time at which a save begun at `started` is given up."""
+        """Returns the monotonic time at which a save that began at `started` is given up."""
         return min(started + self._seconds, self._latest_deadline)
 
     def wait(self) -> None:
-        """No-op: waiting for the result of a save is sufficient."""
+        """Does nothing, because waiting for the result of a save is sufficient."""
 
     def known_steps(self) -> list[int]:
         return sorted(self._present)
@@ -191,7 +196,7 @@ class BucketWriter:
         self._latest_deadline = min(self._latest_deadline, time.monotonic() + seconds)
 
     def discard_unfinished(self) -> None:
-        """No-op: objects without a record are ignored, and removed at the next start."""
+        """Does nothing, because objects without a record are ignored and are removed at the next start."""
 
     def delete(self, steps: list[int]) -> None:
         self._present.difference_update(steps)
@@ -199,7 +204,8 @@ class BucketWriter:
             self._trash.submit(self._delete, step)
 
     def _delete(self, step: int) -> None:
-        # With an unreachable server every deletion would wait for its deadline, and the end of the run for all of them.
+        # If the server is unreachable, every deletion would wait for its deadline, and the run could only end after all
+        # of them.
         if not self._deletes:
             return
         try:
@@ -217,26 +223,29 @@ class BucketWriter:
         while (name := f"{step}.corrupt{f'.{number}' if number else ''}.json") in names:
             number += 1
         if is_lead():
-            # Copy first: even a damaged record still locates the arrays.
+            # Copies the record before deleting it, because even a damaged record may still locate the arrays.
             self.directory.write(f"{_STEPS}/{name}", self.directory.read(record_key(step)) or b"")
             self.directory.delete(record_key(step))
         self._present.discard(step)
         return f"{self.directory}/{_STEPS}/{name}"
 
     def refresh(self) -> None:
-        """No-op: no list of steps is cached."""
+        """Does nothing, because `move_aside` has already updated the list of steps."""
 
     def close(self) -> None:
         self._saves.shutdown()
         self._trash.shutdown()
 
     def _array_prefixes(self, key: str, seconds: float = _READ_SECONDS) -> list[str]:
-        """Returns a list with the array directory of a step; empty if its record cannot be read."""
+        """Returns a list with the array directory of a step.
+
+        The list is empty if the record of the step cannot be read.
+        """
         try:
             prefix = _parse_record(self.directory.read(key, seconds=seconds) or b"")["layout"]["prefix"]
         except (CheckpointError, KeyError, TypeError):
             return []
-        # Everything below the prefix is deleted with the step, so a record must not name any other directory.
+        # Everything below the prefix is deleted together with the step, so a record must not name any other directory.
         return [prefix] if isinstance(prefix, str) and _PREFIX.fullmatch(prefix) else []
 
     def _remove_arrays(self, prefix: str) -> None:
@@ -246,7 +255,7 @@ class BucketWriter:
             logger.warning("%s; what is left goes at the next start", error)
 
     def _remove_orphans(self) -> None:
-        """Removes arrays without a record, left by interrupted saves and deletions."""
+        """Removes arrays without a record, which interrupted saves and deletions leave behind."""
         stored = {name.split("/")[0] for name in self.directory.list(_ARRAYS)}
         if not stored:
             return
@@ -257,13 +266,13 @@ class BucketWriter:
             if not prefixes and (match := _MARKER.fullmatch(name) or _ASIDE.fullmatch(name)):
                 damaged.add(match[1])
         for unused in stored - referenced:
-            # Keep all arrays of a step with a damaged record, because the record may refer to any of them.
+            # Keeps all arrays of a step whose record is damaged, because the record may refer to any of them.
             if unused.partition("-")[0] not in damaged:
                 self._trash.submit(self._remove_arrays, f"{_ARRAYS}/{unused}")
 
 
 class _SaveTimer:
-    """The deadline of one save; a stop signal brings it forward."""
+    """Deadline of one save, which a stop signal brings forward."""
 
     def __init__(self, writer: BucketWriter, step: int):
         self._writer, self._step = writer, step
@@ -271,11 +280,11 @@ class _SaveTimer:
         self._warned = False
 
     def seconds_left(self) -> float:
-        """Seconds until the deadline; at least 0.1, so that a request can still report its error."""
+        """Returns the seconds until the deadline, but at least 0.1, so that a request can still report its error."""
         return max(self._writer.deadline(self._started) - time.monotonic(), 0.1)
 
     def check_deadline(self) -> None:
-        """Raises `MachineError` with the server's response after the deadline."""
+        """Raises `MachineError` with the response of the server if the deadline has passed. Warns about a slow save."""
         time_now = time.monotonic()
         if time_now >= self._writer.deadline(self._started):
             try:
@@ -299,7 +308,7 @@ class _SaveTimer:
         time.sleep(0.2)
 
     def wait_for(self, future: Any) -> Any:
-        """Waits for a request."""
+        """Waits for the result of a request, and returns it."""
         while True:
             try:
                 return future.result(timeout=1)
@@ -327,7 +336,7 @@ def _parse_record(content: bytes) -> dict[str, Any]:
 
 
 def _parse_shape_dtype(text: str) -> jax.ShapeDtypeStruct:
-    """Parses shape and dtype from a text such as `float32[12,64]`."""
+    """Parses a shape and dtype from a text such as `float32[12,64]`."""
     dtype, _, sizes = text.rstrip("]").partition("[")
     return jax.ShapeDtypeStruct(tuple(int(size) for size in sizes.split(",") if size), jax.numpy.dtype(dtype))
 
@@ -335,7 +344,7 @@ def _parse_shape_dtype(text: str) -> jax.ShapeDtypeStruct:
 def _open_array(
     directory: Bucket, layout: Mapping[str, Any], name: str, like: jax.ShapeDtypeStruct, ts_context: Any
 ) -> Any:
-    """Opens an array without a request: its shape, dtype and chunks are in the record."""
+    """Opens an array. This needs no request, because the record contains its shape, dtype and chunk shape."""
     import tensorstore as ts
 
     spec = {
@@ -349,14 +358,14 @@ def _open_array(
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": layout["chunks"][name]}},
             "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
         },
-        # Otherwise an array of zeros would not be stored, and could not be distinguished from a lost one.
+        # Without this option, an array of zeros would not be stored, and could not be distinguished from a lost one.
         "store_data_equal_to_fill_value": True,
     }
     return ts.open(spec, open=True, assume_metadata=True, context=ts_context).result()
 
 
 def _chunk_shape(x: jax.Array) -> list[int]:
-    """Returns the chunk shape of an array: a shard or an equal part of one, so no two processes share a chunk."""
+    """Returns the chunk shape of an array. A chunk is a shard or an equal part of one, so processes share no chunks."""
     shape = list(x.sharding.shard_shape(x.shape))
     axis = 0
     while axis < len(shape) and np.prod(shape) * x.dtype.itemsize > _CHUNK_BYTES:
@@ -368,17 +377,20 @@ def _chunk_shape(x: jax.Array) -> list[int]:
 
 
 def _local_shards(arrays: Mapping[str, jax.Array]) -> Iterator[tuple[str, Any, np.ndarray]]:
-    """Yields copies of the shards written by this process: replica 0 of each, so every shard is written once."""
+    """Yields copies of the shards that this process writes.
+
+    These are the shards with replica ID 0, so that every shard is written once.
+    """
     shards = [(name, shard) for name, x in arrays.items() for shard in x.addressable_shards if shard.replica_id == 0]
     for _, shard in shards:
         shard.data.copy_to_host_async()
     for name, shard in shards:
-        # Copy, because on a CPU the array would share memory overwritten by the next step.
+        # Copies the shard, because on a CPU the array would share memory that the next step overwrites.
         yield name, shard.index, np.array(shard.data, copy=True)
 
 
 def _group_by_size(like: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[list[str]]:
-    """Yields groups of names with at most `_IN_FLIGHT_BYTES` in total, or with a single array."""
+    """Yields groups of array names. A group has at most `_IN_FLIGHT_BYTES` in total, or contains a single array."""
     group: list[str] = []
     size = 0
     for name, x in like.items():
@@ -393,7 +405,7 @@ def _group_by_size(like: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[list[st
 
 
 def _request_shards(store: Any, like: jax.ShapeDtypeStruct) -> dict[Any, Any]:
-    """Requests each shard needed by the devices of this process once; returns index -> future."""
+    """Requests each shard that the devices of this process need once, and returns the futures by index."""
     assert like.sharding is not None
     indices: Iterable[Any] = like.sharding.addressable_devices_indices_map(like.shape).values()
     unique = {_index_key(index, like.shape): index for index in indices}

@@ -1,4 +1,4 @@
-"""Checkpoint steps in a local directory, written by Orbax: a rename commits a step, and a rename removes it."""
+"""Checkpoint steps in a local directory, written by Orbax. Renaming a directory commits a step, or removes it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _TRANSIENT = (
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM),
     *(errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN),
 )
-"""Transient errors of the machine or of a mount, unrelated to the content of the files."""
+"""Transient errors of the machine or of a mount, which say nothing about the content of the files."""
 _NO_TIMEOUT = 100 * 365 * 86400
-"""Seconds; effectively infinite, because Orbax requires a timeout."""
+"""Timeout in seconds that is effectively infinite. Orbax does not allow operations without a timeout."""
 
 
 class DiskSteps:
@@ -50,14 +50,14 @@ class DiskSteps:
         try:
             with drain_event_loops_on_close():
                 meta = ocp.checkpointables_metadata(str(self.directory / str(step))).custom_metadata
-        except Exception as error:  # Orbax passes on the errors of its many readers
+        except Exception as error:  # Orbax passes on errors of its readers, of any class
             raise self._unreadable_error(step, "metadata", error) from error
         return verify_record(meta)
 
     def read_arrays(
         self, step: int, record: Mapping[str, Any], like: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, jax.Array]:
-        # Orbax does not read arrays with a placeholder.
+        # Orbax skips arrays whose target is a placeholder.
         targets = {name: like.get(name, ocp.PLACEHOLDER) for name in record["shapes"]}
         try:
             with drain_event_loops_on_close():
@@ -67,7 +67,11 @@ class DiskSteps:
         return {name: loaded[name] for name in like}
 
     def _unreadable_error(self, step: int, part: str, error: Exception) -> Exception:
-        """Returns CheckpointError for a damaged step, MachineError if a possibly intact step cannot be read now."""
+        """Returns the error for a step that cannot be read.
+
+        Returns:
+            `CheckpointError` for a damaged step, or `MachineError` if the step may be intact but cannot be read now.
+        """
         cause = root_cause(error)
         if any(os.strerror(code) in cause for code in _TRANSIENT):
             return MachineError(
@@ -82,24 +86,25 @@ class DiskSteps:
 
 
 class DiskWriter:
-    """Writer of steps on disk; see `lm_trainer.checkpoint.steps.Writer`."""
+    """Writer of steps in a local checkpoint directory; see `lm_trainer.checkpoint.steps.Writer`."""
 
     remedy = "make room or mend the disk"
 
     def __init__(self, steps: DiskSteps, all_damaged: AllDamaged):
         self._steps, self._all_damaged = steps, all_damaged
         self.directory = steps.directory
-        # Old checkpoints are deleted in a thread: on a network file system this can take longer than a step.
+        # Old checkpoints are deleted in a thread, because on a network file system this can take longer than a training
+        # step.
         self._trash = ThreadPoolExecutor(1, "trash")
         self._results = ThreadPoolExecutor(1, "save")
         if is_lead():
             ensure_writable_directory(self.directory, "trainer.checkpointer.base_path")
-            # Deletions left unfinished by a killed attempt.
+            # Completes deletions that a killed attempt has left unfinished.
             for trash in self.directory.glob(f"{_TRASH}*"):
                 shutil.rmtree(trash, ignore_errors=True)
         wait_for_all("checkpoint directory")
         self._opened = self.directory.stat()
-        # A failed save leaves tasks in the event loop of its thread, as a failed read does.
+        # A failed save leaves unfinished tasks in the event loop of its thread, as a failed read does.
         always_drain_event_loops_on_close()
         self._reopen(cleanup=True)
 
@@ -107,13 +112,13 @@ class DiskWriter:
         return f"to remove one: rm -r {self.directory / str(step)}"
 
     def save(self, step: int, arrays: Mapping[str, jax.Array], record: Mapping[str, Any]) -> Future[Any]:
-        # Orbax would recreate the directory, without the previous checkpoints.
+        # Orbax would create the directory a second time, without the previous checkpoints.
         if not self.directory.is_dir() or not os.path.samestat(self._opened, self.directory.stat()):
             raise MachineError("the directory was removed or replaced since the run has it; put it back if you can")
         response = self._orbax.save_checkpointables_async(
             step, {"state": dict(arrays)}, force=True, custom_metadata=dict(record)
         )
-        # Orbax's response can only be waited for, not polled.
+        # The response of Orbax can only be waited for and not polled, so a thread waits for it.
         return self._results.submit(response.result)
 
     def wait(self) -> None:
@@ -123,16 +128,16 @@ class DiskWriter:
         return self._steps.list_steps()
 
     def limit_save_time(self, seconds: float) -> None:
-        """No-op: writes to a local disk are not retried."""
+        """Does nothing, because writes to a local disk are not retried."""
 
     def discard_unfinished(self) -> None:
-        # An unfinished copy takes disk space needed by the next attempt.
+        # An unfinished checkpoint takes up disk space that the next attempt needs.
         for unfinished in self.directory.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(unfinished, ignore_errors=True)
 
     def delete(self, steps: list[int]) -> None:
-        # Rename first: a kill during the deletion must not leave a partial step that looks complete. The renamed
-        # directory is removed in the background, or at the next start.
+        # Renames the directory first, so that a kill during the deletion does not leave a partial step that looks
+        # complete. The renamed directory is removed in the background, or at the next start.
         for step in steps if is_lead() else ():
             trash = self.directory / f"{_TRASH}{step}"
             (self.directory / str(step)).rename(trash)
@@ -160,10 +165,10 @@ class DiskWriter:
         self._orbax.close()
 
     def _reopen(self, *, cleanup: bool = False) -> None:
-        """Opens the directory with Orbax, after moving checkpoints with damaged metadata aside.
+        """Opens the directory with Orbax, and moves checkpoints with damaged metadata aside if necessary.
 
-        Orbax reads the metadata of every step on opening, so a single damaged step, however old, would block reading
-        and writing all others.
+        Orbax reads the metadata of every step when it opens a directory, so a single damaged step, however old, would
+        prevent reading and writing all others.
         """
         try:
             # Reading damaged metadata fails in the same way as reading damaged arrays.
@@ -183,33 +188,34 @@ class DiskWriter:
             self._orbax = _open_checkpointer(self.directory, cleanup=cleanup)
 
     def _reload(self) -> None:
-        """Makes Orbax refresh its cached list of steps, after some were removed."""
+        """Makes Orbax refresh its cached list of steps after steps were removed."""
         try:
             with drain_event_loops_on_close():
                 self._orbax.reload()
-        except Exception:  # of any class: it rereads all metadata, and some may be damaged by now
+        except Exception:  # errors of any class: Orbax reads all metadata, which may be damaged by now
             self._orbax.close()
             self._reopen()
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    # Orbax logs the traceback of each of its threads and then raises the error, which is reported here once. Unreadable
-    # array metadata is reported when the arrays are read.
+    # Orbax logs the traceback of each of its threads and then raises the error, which lm_trainer reports once.
+    # Unreadable array metadata is reported when the arrays are read.
     return not record.exc_info and "Failed to get metadata for checkpointable" not in record.getMessage()
 
 
 def _open_checkpointer(directory: Path, *, cleanup: bool) -> Any:
     context = ocp.Context()
-    # With compression, a save of 378 MB took 5.4 s instead of 0.7 s, and was only 8 % smaller.
+    # With compression, saving 378 MB took 5.4 s instead of 0.7 s, and the files were only 8 % smaller.
     context.array.saving.use_compression = False
-    # Orbax measures timeouts by wall-clock time: a clock adjustment or a suspended machine would abort a save. The
-    # timeout for directories created in a thread cannot be configured. The watchdog reports a hanging save.
+    # Orbax measures timeouts in wall-clock time, so a clock adjustment or a suspended machine would abort a save. The
+    # timeout for creating directories in a thread cannot be configured, so they are created synchronously. The watchdog
+    # reports a save that hangs.
     context.asynchronous.timeout_secs = _NO_TIMEOUT
     context.asynchronous.create_directories_asynchronously = False
     return ocp.training.Checkpointer(
         str(directory),
         context=context,
-        # `CheckpointStore` deletes steps by its own policy, with a rename first.
+        # `CheckpointStore` deletes steps according to its own policy, and renames them first.
         preservation_policy=ocp.training.preservation_policies.PreserveAll(),  # pyright: ignore[reportArgumentType]
         cleanup_tmp_directories=cleanup,
     )

@@ -1,4 +1,4 @@
-"""The JSON record saved with a step, and errors of unreadable steps."""
+"""The JSON record that is saved with a step, and errors about unreadable steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lm_trainer.core.checksummed import has_valid_checksum
 from lm_trainer.core.errors import MachineError
 
 FORMAT = 2
-# The first format has no checksum of the metadata; such checkpoints can still be read.
+# The first format has no checksum of the metadata. Checkpoints in this format can still be read.
 _FORMAT_WITHOUT_CHECKSUM = 1
 _MAX_CHARS = 300
-"""Maximum number of characters quoted from an error."""
+"""Maximum number of characters to quote from an error message."""
 
 
 class CheckpointError(Exception):
@@ -21,10 +21,10 @@ class CheckpointError(Exception):
 
 
 def verify_record(record: Any) -> dict[str, Any]:
-    """Returns the record after verifying its checksum.
+    """Verifies the checksum of a record, and returns the record.
 
     Raises:
-        CheckpointError: if it is damaged.
+        CheckpointError: if the record is damaged.
     """
     if not isinstance(record, dict) or "digests" not in record:
         raise CheckpointError("its metadata is missing")
@@ -39,12 +39,12 @@ def describe_arrays(arrays: Mapping[str, Any]) -> dict[str, str]:
 
 
 def root_cause(error: BaseException) -> str:
-    """Returns the innermost message of a chain of exceptions: Orbax wraps the cause in misleading ones."""
+    """Returns the message of the innermost exception in a chain: Orbax wraps the cause in misleading exceptions."""
     if isinstance(error, MachineError):
         return str(error)
     visited: set[BaseException] = {error}
-    # The chain may be a cycle if a thread raises the error of another thread, and waiting twice for a failed save
-    # includes the `MachineError` of the first time.
+    # The chain may be a cycle if a thread raises the error of another thread. If a failed save is waited for twice, the
+    # chain includes the `MachineError` of the first time.
     while (inner := error.__cause__ or error.__context__) is not None:
         if inner in visited or isinstance(inner, MachineError):
             break
@@ -53,5 +53,5 @@ def root_cause(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return "no space left on device"
     text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    # TensorStore names the file first and the fault last, so drop the middle.
+    # TensorStore names the file first and the problem last, so the middle is dropped.
     return text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS // 2]} ... {text[-_MAX_CHARS // 2 :]}"

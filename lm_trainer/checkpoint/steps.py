@@ -1,4 +1,4 @@
-"""Interfaces for reading and writing the steps of a run, on disk or in a bucket."""
+"""Interfaces for reading and writing the checkpoint steps of a run, on disk or in a bucket."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from lm_trainer.parallel.processes import wait_for_all
 logger = logging.getLogger(__name__)
 
 AllDamaged = Callable[[Mapping[int, CheckpointError]], Exception]
-"""Function from step -> reason to the error that ends a run if all its checkpoints are damaged."""
+"""Function that takes the reason why each step is damaged, and returns the error that ends a run without a usable step.
+"""
 
 
 class DirectoryLock(Protocol):
     """Lock of the directory against other processes."""
 
     def check_lock_held(self) -> None:
-        """Raises `MachineError` if another process has taken the directory; sends no request."""
+        """Raises `MachineError` if another process has taken over the directory. Sends no request."""
         ...
 
     def before_commit(self, seconds: float) -> None:
-        """Called from any thread before a step is committed in a bucket; raises if it must not be.
+        """Checks that a step may be committed in a bucket, and raises an exception if not. May be called in any thread.
 
         Args:
-            seconds: time left for the check.
+            seconds: maximum time for the check.
         """
         ...
 
 
 class NoLock:
-    """Null lock, for a directory unknown to other processes."""
+    """Lock that does nothing, for a directory that no other process uses."""
 
     def check_lock_held(self) -> None: ...
 
@@ -47,24 +48,24 @@ class Steps(Protocol):
     """Reader of checkpoint steps."""
 
     directory: Any
-    """A `StoragePath`."""
+    """The checkpoint directory, a `StoragePath`."""
 
     def list_steps(self) -> list[int]:
-        """Lists the complete steps in order; empty if the directory does not exist."""
+        """Lists the complete steps in ascending order. The list is empty if the directory does not exist."""
         ...
 
     def read_record(self, step: int) -> dict[str, Any]:
-        """Reads the JSON record of a step; raises `CheckpointError` if it is missing or damaged."""
+        """Reads the JSON record of a step. Raises `CheckpointError` if it is missing or damaged."""
         ...
 
     def read_arrays(
         self, step: int, record: Mapping[str, Any], like: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, jax.Array]:
-        """Reads arrays of a step without verification; raises `CheckpointError` if they cannot be read."""
+        """Reads arrays of a step without verifying them. Raises `CheckpointError` if they cannot be read."""
         ...
 
     def open_writer(self, all_damaged: AllDamaged, lock: DirectoryLock) -> Writer:
-        """Opens the directory for writing, and removes leftovers of killed attempts.
+        """Opens the directory for writing, and removes what killed attempts have left behind.
 
         Args:
             all_damaged: see `AllDamaged`.
@@ -74,22 +75,22 @@ class Steps(Protocol):
 
 
 class Writer(Protocol):
-    """Writer of checkpoint steps; all processes of a run make the same calls."""
+    """Writer of checkpoint steps. All processes of a run must make the same calls."""
 
     @property
     def directory(self) -> StoragePath: ...
 
     @property
     def remedy(self) -> str:
-        """Advice to the user after a failed save."""
+        """Advice for the user after a failed save, as a verb phrase."""
         ...
 
     def how_to_remove(self, step: int) -> str:
-        """Tells the user how to remove a permanent step, which is never done automatically."""
+        """Describes for the user how to remove a permanent step, which is never removed automatically."""
         ...
 
     def save(self, step: int, arrays: Mapping[str, jax.Array], record: Mapping[str, Any]) -> Future[Any]:
-        """Copies the arrays off the devices and writes them in the background; the future completes on commit."""
+        """Copies the arrays off the devices and writes them in the background. The future completes with the commit."""
         ...
 
     def wait(self) -> None:
@@ -97,27 +98,31 @@ class Writer(Protocol):
         ...
 
     def known_steps(self) -> list[int]:
-        """Lists the complete steps in order, without a request to a server."""
+        """Lists the complete steps in ascending order, without a request to a server."""
         ...
 
     def limit_save_time(self, seconds: float) -> None:
-        """Limits every save that can take long to this many seconds; a save completes or leaves no step."""
+        """Limits the time of current and future saves that may take long. A save either completes or leaves no step.
+
+        Args:
+            seconds: time limit, counted from now.
+        """
         ...
 
     def discard_unfinished(self) -> None:
-        """Removes leftovers of a failed save."""
+        """Removes what a failed save has left behind."""
         ...
 
     def delete(self, steps: list[int]) -> None:
-        """Deletes steps: first each step disappears atomically, then its data is removed in the background."""
+        """Deletes steps. Each step disappears atomically, and its data is then removed in the background."""
         ...
 
     def move_aside(self, step: int) -> str:
-        """Hides a step, but keeps its data; returns the new location."""
+        """Hides a step but keeps its data, and returns the new location of the step."""
         ...
 
     def refresh(self) -> None:
-        """Called after the last of several steps was moved aside."""
+        """Updates internal lists of steps. Must be called after one or more steps were moved aside."""
         ...
 
     def close(self) -> None:
@@ -126,8 +131,8 @@ class Writer(Protocol):
 
 
 def move_damaged_aside(writer: Writer, bad: Mapping[int, CheckpointError]) -> None:
-    """Moves damaged steps aside, and logs each of them."""
-    # No process may read a directory while process 0 renames it, nor list it before the rename is done.
+    """Moves damaged steps aside and logs each of them."""
+    # No process may read a directory while process 0 renames it, or list the steps before the rename is complete.
     wait_for_all("bad checkpoints are known")
     for step, error in bad.items():
         target = writer.move_aside(step)

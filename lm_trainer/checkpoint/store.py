@@ -1,4 +1,4 @@
-"""A checkpoint directory on disk or in a bucket: background saves, verification on reading, retention by policy."""
+"""A checkpoint directory on disk or in a bucket, with background saves, verified reads and deletion by policy."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 PERMANENT_KEY = "kept"
-"""Key of a record: True if the checkpoint was saved as permanent, by the policy or at a user's request. Records of
-older versions lack the key, so it is unknown for them."""
+"""Key of a record. The value is True if the checkpoint was saved as permanent, either by the policy or at the request
+of a user. Records of older versions do not contain the key."""
 
 Arrays = dict[str, jax.Array]
 T = TypeVar("T")
@@ -47,23 +47,24 @@ class Restored(NamedTuple):
     step: int
     arrays: Arrays
     record: dict[str, Any]
-    """The JSON record saved with the arrays."""
+    """The JSON record that was saved with the arrays."""
 
 
 class CheckpointStore:
     """Saves and restores flat dicts of arrays.
 
-    A step is complete or does not exist, even while it is written or deleted: on disk it is committed by a rename, in a
-    bucket by one object written last. Neither Orbax nor TensorStore verifies array data, so a checksum of every array
-    is stored with the step and compared after reading.
+    A step is either complete or does not exist, even while it is being written or deleted: on disk, a rename commits
+        it, and in a bucket, one object that is written last. Neither Orbax nor TensorStore verifies array data, so a
+        checksum of every array is stored with the step and compared after reading.
 
     Args:
         directory: directory with the checkpoints of one run.
-        config: the policy for saving and retention.
+        config: the policy for saving and keeping checkpoints.
         lock: lock of the directory against other processes; None if no other process uses it.
 
     Attributes:
-        extra_permanent: permanent checkpoints found at the start that are not covered by `config.keep`.
+        extra_permanent: steps of the permanent checkpoints that were found at the start and that `config.keep` does not
+            cover.
     """
 
     def __init__(self, directory: StoragePath, config: CheckpointerConfig, lock: DirectoryLock | None = None):
@@ -75,7 +76,7 @@ class CheckpointStore:
         self._lock = lock or NoLock()
         self._writer = self._steps.open_writer(self._all_damaged_error, self._lock)
         earlier = self.steps()
-        # Steps covered by the policy need no record, so few records are read. Without the key, the checkpoint is kept.
+        # Reads only the records of steps that the policy does not cover. A checkpoint without the key is kept.
         self.extra_permanent = [
             s
             for s in earlier
@@ -84,11 +85,11 @@ class CheckpointStore:
         self._stay = {*self.extra_permanent, *(() if config.delete_old_temp_checkpoints else earlier)}
 
     def steps(self) -> list[int]:
-        """Lists the committed steps in order."""
+        """Lists the committed steps in ascending order."""
         return self._steps.list_steps()
 
     def read_record(self, step: int) -> dict[str, Any]:
-        """Returns the JSON record of a step; empty if it is missing or unreadable."""
+        """Returns the JSON record of a step, or an empty dict if it is missing or unreadable."""
         return self._read_record_or_empty(step) if step in self.steps() else {}
 
     def _read_record_or_empty(self, step: int) -> dict[str, Any]:
@@ -98,7 +99,7 @@ class CheckpointStore:
             return {}
 
     def extra_permanent_note(self) -> str | None:
-        """Returns a note about permanent checkpoints not covered by the policy; None if all are covered."""
+        """Returns a note about permanent checkpoints that the policy does not cover; None if it covers all of them."""
         if not self.extra_permanent:
             return None
         steps = f"{', '.join(map(str, self.extra_permanent[:8]))}{' ...' if len(self.extra_permanent) > 8 else ''}"
@@ -112,23 +113,23 @@ class CheckpointStore:
         return self.is_permanent(step) or self.is_overdue()
 
     def is_permanent(self, step: int) -> bool:
-        """True if the policy by steps requires a checkpoint after `step` steps."""
+        """Returns True if the policy by step requires a checkpoint after `step` steps."""
         return is_permanent(step, self._config.keep)
 
     def is_overdue(self) -> bool:
-        """True if the policy by time requires a checkpoint."""
+        """Returns True if the policy by time requires a checkpoint now."""
         return time.monotonic() - self._saved_at >= self._config.save_interval.total_seconds()
 
     def save(self, step: int, arrays: Arrays, record: Mapping[str, Any]) -> None:
-        """Copies the arrays off the devices and writes them in the background, once the previous save is complete.
+        """Waits for the previous save, copies the arrays off the devices, and writes them in the background.
 
-        The checkpoint is permanent if the current policy or KEPT in `record` requires it, and remains permanent under
-        every later policy.
+        The checkpoint is permanent if the current policy or PERMANENT_KEY in `record` requires it, and remains
+        permanent if the policy changes later.
 
         Raises:
             MachineError: if this or the previous save failed, for example because of a full disk.
         """
-        # A save may replace the previous one only after it is known to be complete.
+        # The previous checkpoint must be known to be complete before older ones are deleted.
         self.wait()
         self._delete_temporary()
         permanent = is_permanent(step, self._config.keep) or record.get(PERMANENT_KEY, False)
@@ -148,23 +149,26 @@ class CheckpointStore:
         self._saved_at = time.monotonic()
 
     def check_for_errors(self) -> None:
-        """Raises `MachineError` if the save in progress has failed, or another process has taken the directory.
+        """Raises `MachineError` if the save in progress has failed, or another process has taken over the directory.
 
-        It is cheap and does not block.
+        The check is cheap and does not block.
         """
         self._lock.check_lock_held()
         if self._saving is not None and self._saving.done():
             self.wait()
 
     def start_grace_period(self) -> None:
-        """Limits current and future saves to a bucket to the grace period; a save completes or leaves no step."""
+        """Limits current and future saves to a bucket to the grace period.
+
+        A save either completes or leaves no step.
+        """
         self._writer.limit_save_time(self._config.grace_period.total_seconds())
 
     def wait(self) -> None:
         """Waits until the last save is complete.
 
         Raises:
-            MachineError: if it failed.
+            MachineError: if the save failed.
         """
         # A save holds a thread and three open files until its result is retrieved.
         saving, self._saving = self._saving, None
@@ -184,15 +188,15 @@ class CheckpointStore:
     def restore(
         self, like: Mapping[str, jax.ShapeDtypeStruct], step: int | None = None, *, partial: bool = False
     ) -> Restored | None:
-        """Reads the newest intact checkpoint; returns None if the directory has no checkpoints.
+        """Reads the newest intact checkpoint. Returns None if the directory has no checkpoints.
 
-        Damaged checkpoints are logged and moved aside, and the previous one is used. If none can be used, all are left
-        in place.
+        Damaged checkpoints are logged and moved aside, and the next older one is tried. If no checkpoint can be used,
+        all of them are left in place.
 
         Args:
-            like: shape, dtype and sharding of every array.
-            step: read only the checkpoint of this step.
-            partial: leave out arrays missing in the checkpoint, instead of refusing it.
+            like: shape, dtype and sharding of every array, by name.
+            step: step of the checkpoint to read; None means the newest intact one.
+            partial: leave out arrays that are missing in the checkpoint, instead of raising an error.
 
         Raises:
             UserError: if the checkpoint is from another model, or the requested step does not exist.
@@ -227,11 +231,11 @@ class CheckpointStore:
         )
 
     def _delete_temporary(self) -> None:
-        """Deletes every temporary checkpoint except the newest."""
+        """Deletes all temporary checkpoints except the newest checkpoint."""
         old = [
             s for s in self._writer.known_steps()[:-1] if not is_permanent(s, self._config.keep) and s not in self._stay
         ]
-        # Every process must list the steps before the first one is deleted.
+        # Every process must have listed the steps before the first step is deleted.
         wait_for_all("old checkpoints are known")
         self._writer.delete(old)
 
@@ -250,15 +254,18 @@ def _open_steps(directory: StoragePath, config: CheckpointerConfig | None = None
 
 
 def list_steps(directory: StoragePath) -> list[int]:
-    """Lists the steps of a checkpoint directory in order; empty if it does not exist."""
+    """Lists the steps in a checkpoint directory in ascending order.
+
+    The list is empty if the directory does not exist.
+    """
     return _open_steps(directory).list_steps()
 
 
 def read_record(directory: StoragePath, step: int) -> dict[str, Any]:
-    """Reads the JSON record saved with a step.
+    """Reads the JSON record that was saved with a step.
 
     Raises:
-        CheckpointError: if it is missing or damaged.
+        CheckpointError: if the record is missing or damaged.
     """
     return _open_steps(directory).read_record(step)
 
@@ -271,18 +278,18 @@ def read_step(
     prefix: str = "",
     partial: bool = False,
 ) -> Restored:
-    """Reads and verifies one step. All processes must call it; it succeeds in all of them or in none.
+    """Reads and verifies one step. All processes must call this function, which succeeds in all of them or in none.
 
     Args:
         directory: the checkpoint directory.
         step: the step to read.
         like: shape, dtype and sharding of the arrays to read.
-        prefix: only arrays with this name prefix must match `like`; others are not read.
-        partial: leave out arrays missing in the checkpoint, instead of refusing it.
+        prefix: only arrays with this name prefix must match `like`. Other arrays are not read.
+        partial: leave out arrays that are missing in the checkpoint, instead of raising an error.
 
     Raises:
         CheckpointError: if the checkpoint is damaged.
-        UserError: if it is intact, but contains other arrays.
+        UserError: if the checkpoint is intact, but its arrays do not match `like`.
     """
     steps = _open_steps(directory)
     record = _read_in_all_processes(lambda: steps.read_record(step))
@@ -299,9 +306,9 @@ def read_step(
 
 
 def _read_in_all_processes(read: Callable[[], T]) -> T:
-    """Returns the result of `read`, or raises in all processes if it fails in one of them.
+    """Returns the result of `read`. If `read` fails in one process, raises `CheckpointError` in all of them.
 
-    Otherwise some processes would fall back to an older checkpoint while the others continue from this one.
+    Without this, some processes would fall back to an older checkpoint while the others continue from this one.
     """
     result: Any = None
     problem = None

@@ -1,1 +1,1 @@
-"""Run health: stop signals, alerts, hanging steps, dying processes."""
+"""Health of a run: handles stop signals, raises alerts, and detects hanging steps and dead processes."""

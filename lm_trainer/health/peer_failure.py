@@ -1,13 +1,13 @@
 """Failure detector for the processes of a run: when one dies, the others report it and exit too.
 
-Without it they would wait for the missing process in a collective. Every process holds a TCP connection to process 0;
-the operating system closes it when a process dies for any reason.
+Without it they would wait forever for the missing process in a collective operation. Every other process holds a TCP
+connection to process 0, which the operating system closes when either process dies for any reason.
 
 The heartbeat of `jax.distributed` is no replacement (measured with jax 0.10.2, three processes on a CPU,
-`heartbeat_timeout_seconds=10`). After a SIGKILL the others end after 10.3 s instead of 0.2 s, by SIGABRT with a C++
-stack trace containing the process index but neither host nor PID. A failing process cannot report the reason. A timeout
-of one or two seconds would be as quick, but would end a run whenever one process is suspended for as long (SIGSTOP, a
-sleeping laptop), which a TCP connection survives.
+`heartbeat_timeout_seconds=10`). If one process receives SIGKILL, the others end after 10.3 s instead of 0.2 s, by
+SIGABRT with a C++ stack trace that contains the process index but neither host nor PID. A failing process cannot report
+the reason. A timeout of one or two seconds would be as quick, but would end a run whenever a process is suspended that
+long (SIGSTOP, a sleeping laptop). A TCP connection survives such a suspension.
 """
 
 from __future__ import annotations
@@ -35,21 +35,23 @@ from lm_trainer.parallel.processes import gather, gather_texts, is_lead
 from lm_trainer.trackers import Progress
 
 GRACE = 10.0
-"""Seconds for a process to fail by itself after another one failed, before it is forced to exit."""
+"""Number of seconds that a process has to fail by itself after another one failed, before it is forced to exit."""
 
-# All processes connect right after a collective, so a longer wait means a firewall.
+# All processes connect right after a collective operation, so a longer wait means that a firewall blocks the
+# connection.
 _CONNECT_SECONDS = 10.0
 _TOKEN_BYTES = 16
 _MAX_LINE_BYTES = 1 << 16
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
-"""Detects a machine lost without closing its connections (power cut, network) after 20 + 4 * 10 seconds."""
+"""Socket options that detect after 20 + 4 * 10 seconds a machine that was lost without closing its connections, for
+example by a power cut or a network failure."""
 
 
 def join_processes(config: DistributedConfig, progress: Progress) -> FailureDetector:
-    """Connects the processes of the run, reports their number, and closes the progress display except in process 0.
+    """Connects the processes of the run, notes their number, and closes the progress display except in process 0.
 
     Raises:
-        UserError: as in `DistributedConfig.start`.
+        UserError: see `DistributedConfig.start`.
     """
     description = config.start(progress.note)
     if description:
@@ -62,12 +64,14 @@ def join_processes(config: DistributedConfig, progress: Progress) -> FailureDete
 class FailureDetector:
     """Context manager, entered by all processes of a run, that ends all of them soon after one dies.
 
-    A failing process reports the reason. A process that was killed or lost its machine is reported by the others.
+    A process that fails reports the reason itself. If a process was killed or its machine was lost, the other processes
+    report it.
     """
 
     def __init__(self, progress: Progress):
         self._progress = progress
-        # By process index: process 0 is connected to all others, and each other one only to process 0.
+        # Connections by process index: process 0 is connected to all other processes, and each of them only to process
+        # 0.
         self._connections: dict[int, _Connection] = {}
         self._names: list[str] = []
         self._reported, self._all_failed = False, threading.Event()
@@ -87,8 +91,8 @@ class FailureDetector:
             ]
             self._connect(gather_texts(host))
             for index, connection in self._connections.items():
-                # A thread, because the main one may hang in a collective when a message arrives; a daemon, because a
-                # blocking read must not prevent the process from exiting.
+                # Messages are read in a thread, because the main thread may hang in a collective operation when one
+                # arrives. It is a daemon thread, because a blocking read must not prevent the process from exiting.
                 threading.Thread(target=self._listen, args=(index, connection), daemon=True).start()
         return self
 
@@ -105,10 +109,13 @@ class FailureDetector:
     def report(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Reports a failure to the other processes before any cleanup waits for them; arguments as of `__exit__`.
+        """Reports a failure to the other processes before any cleanup waits for them.
 
-        If all processes fail, for example on a non-finite loss, it returns once all have reported. If only this process
-        fails, it prints the error and exits, because later cleanup would wait for the others.
+        Takes the arguments of `__exit__`.
+
+        If all processes fail, for example because of a non-finite loss, this method returns once all of them have
+        reported. If only this process fails, it prints the error and exits the process, because later cleanup would
+        wait for the others.
         """
         del kind, trace
         if error is None or self._reported or not self._connections:
@@ -133,11 +140,12 @@ class FailureDetector:
         local = len(set(hosts)) == 1
         server = None
         if is_lead():
-            # Loopback if sufficient, so that no other machine can connect.
+            # Listens only on the loopback interface if all processes run on one machine, so that no other machine can
+            # connect.
             server = socket.create_server(("127.0.0.1" if local else "", 0), backlog=len(hosts))
         port = "" if server is None else str(server.getsockname()[1])
-        # The system chooses the port, and a token keeps strangers out; both are distributed by a collective, which
-        # works already.
+        # The operating system chooses the port, and a token keeps strangers out. Both are distributed by a collective
+        # operation, since these already work.
         port, token = gather_texts(f"{port} {secrets.token_hex(_TOKEN_BYTES)}")[0].split()
         if server is not None:
             with server:
@@ -160,14 +168,15 @@ class FailureDetector:
                 accepted.settimeout(_CONNECT_SECONDS)
                 connection = _Connection(accepted)
                 hello = next(connection.messages(), {})
-                # In constant time, so that the token cannot be guessed byte by byte.
+                # Compares in constant time, so that the token cannot be guessed byte by byte.
                 if secrets.compare_digest(str(hello["token"]), token):
-                    # From here on no timeout: messages are sent only at the end.
+                    # No timeout from here on, because messages are only sent at the end of the run.
                     accepted.settimeout(None)
                     self._connections[int(hello["process"])] = connection
 
     def _connect_to_lead(self, host: str, port: int, token: str) -> None:
-        # A process that cannot connect still trains; `_connect` counts the connections and warns.
+        # A process that cannot connect still trains. `_connect` counts the connections and warns about the missing
+        # ones.
         with contextlib.suppress(OSError):
             dialled = socket.create_connection((host, port), _CONNECT_SECONDS)
             dialled.settimeout(None)
@@ -175,7 +184,7 @@ class FailureDetector:
             self._connections[0].send(token=token, process=jax.process_index())
 
     def _listen(self, index: int, connection: _Connection) -> None:
-        """Reads and handles the messages of process `index` until it has ended."""
+        """Reads and handles the messages of process `index` until that process ends."""
         for message in connection.messages():
             if "lost" in message:
                 _exit_with_reason(message["lost"], EXIT_CRASH)
@@ -185,12 +194,13 @@ class FailureDetector:
                 return
             else:
                 self._record_failure(index)
-                # A process that has failed itself exits anyway, and may be too late to start threads.
+                # If this process has failed too, it exits anyway, and it may be too late to start threads.
                 if not self._reported:
                     text = f"{self._names[index]} stopped: {message['end']}"
-                    # In another thread: this one must keep reading, for the message that all have failed.
+                    # Uses another thread, because this one must keep reading: a message that all have failed may
+                    # follow.
                     threading.Thread(target=self._exit_with_peer, args=(text, message["code"]), daemon=True).start()
-        # Closed without a goodbye, and not by this process.
+        # The connection was closed without a goodbye message, and not by this process.
         if index not in self._failed and not connection.closed:
             text = f"{self._names[index]} is gone: it was killed, or its machine was lost"
             self._forward(lost=text)
@@ -205,7 +215,7 @@ class FailureDetector:
                 self._all_failed.set()
 
     def _exit_with_peer(self, text: str, code: int) -> None:
-        """Ends this process too, unless it fails by itself within `GRACE` with a more specific error."""
+        """Ends this process too, unless it fails by itself within `GRACE` seconds with a more specific error."""
         if not self._all_failed.wait(GRACE) and not self._reported:
             self._forward(lost=text)
             _exit_with_reason(text, code)
@@ -218,7 +228,7 @@ class FailureDetector:
 
 
 class _Connection:
-    """A connection with one JSON object per line."""
+    """A connection that carries one JSON object per line."""
 
     def __init__(self, connection: socket.socket):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -229,7 +239,7 @@ class _Connection:
         self._connection, self.closed = connection, False
 
     def send(self, **message: Any) -> None:
-        # The peer may be dead already; the listener reports it.
+        # The peer may already be dead; the listening thread reports that.
         with contextlib.suppress(OSError):
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
@@ -243,7 +253,7 @@ class _Connection:
         # Set the flag first: without it, the listening thread treats a closed connection as a death.
         self.closed = True
         with contextlib.suppress(OSError):
-            # `close` would not wake a reading thread.
+            # `close` without `shutdown` would not wake a thread that is reading.
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
@@ -255,7 +265,7 @@ def _exit_with_reason(text: str, code: int) -> None:
 
 
 def _exit(code: int) -> None:
-    """Exits immediately: the main thread may be blocked forever, and `sys.exit` would wait for it."""
+    """Exits immediately. The main thread may be blocked forever, and `sys.exit` would wait for it."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Shutdown of the machine when a command ends for any reason, to save the cost of an idle machine."""
+"""Shuts down the machine when a command ends for any reason, to save the cost of an idle machine."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def shut_down_at_exit(setting: bool | float) -> None:
 def _shut_down(seconds: float) -> None:
     sys.stderr.write(f"trainer.shutdown_at_exit: this machine shuts down in {seconds:g} s\n")
     sys.stderr.flush()
-    # Time to press Ctrl-C, and for other exit handlers to finish.
+    # Leaves time to press Ctrl-C, and for other exit handlers to finish.
     time.sleep(seconds)
-    # Without root, try sudo; -n, because nobody can type a password.
+    # Without root privileges, `shutdown` fails and sudo is tried, with -n because nobody can type a password.
     for command in (["shutdown", "-h", "now"], ["sudo", "-n", "shutdown", "-h", "now"]):
         try:
             if subprocess.run(command, check=False).returncode == 0:

@@ -23,15 +23,15 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def _exit_immediately(number: int) -> None:
-    # Without cleanup: after a second signal, do not wait for a save that may hang.
+    # Skips all cleanup, because after a second signal the process must not wait for a save that may hang.
     os._exit(128 + number)
 
 
 class _SecondSignalWatcher:
-    """Thread that ends the process at the second of the given signals, even while the main thread runs no Python.
+    """Thread that ends the process when a second signal arrives, even while the main thread executes no Python code.
 
     Python calls handlers in the main thread between bytecode instructions, so two signals during a JAX computation
-    cause only one call. The interpreter writes every signal to a file descriptor immediately.
+    cause only one call. This thread reads a file descriptor to which the interpreter writes every signal immediately.
     """
 
     def __init__(self, signals: list[signal.Signals]):
@@ -56,17 +56,20 @@ class _SecondSignalWatcher:
                 _exit_immediately(number[0])
 
 
-# A forked process would send its signals to the parent's thread: Ctrl-C reaches all processes, and would count twice.
+# A forked process would also send its signals to the thread of its parent. Ctrl-C reaches both processes, so it would
+# count twice.
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 class _Handlers:
-    """Handlers of SIGTERM, SIGINT and SIGHUP while active; the second signal ends the process with 128 + its number.
+    """Context manager that handles SIGTERM, SIGINT and SIGHUP.
 
-    SIGHUP (closed terminal) remains ignored in a process started by `nohup`.
+    The second signal ends the process with exit code 128 + its number.
+
+    In a process started by `nohup`, SIGHUP (sent when the terminal closes) remains ignored.
 
     Attributes:
-        requested: name of the first received signal; None before any.
+        requested: name of the first signal received; None if there was none.
     """
 
     def __init__(self) -> None:
@@ -102,9 +105,10 @@ class _Handlers:
 
 
 class StopRequest(_Handlers):
-    """Context manager for a stop after the current step, in a loop polling `requested`.
+    """Context manager that turns a termination signal into a request to stop after the current step.
 
-    Before `arm` is called no state needs saving, and the first signal ends the run by raising `Preempted`.
+    The training loop polls `requested`. Before `arm` is called there is no state to save, so the first signal ends the
+    run by raising `Preempted`.
     """
 
     def __init__(self) -> None:
@@ -112,7 +116,7 @@ class StopRequest(_Handlers):
         self._armed = False
 
     def arm(self) -> None:
-        """Declares that from now on the state is worth saving."""
+        """Declares that from now on there is training state to save."""
         self._armed = True
 
     def _on_first(self) -> None:
@@ -122,25 +126,25 @@ class StopRequest(_Handlers):
 
 
 SAVE_NOW, STOP_AFTER_SAVE = "save-now", "stop-after-save"
-"""Files in the run directory to request a checkpoint, and a stop after a checkpoint."""
+"""Names of the files in the run directory that request a checkpoint, and a stop after a checkpoint."""
 
 _CHECK_SECONDS = 1.0
-"""Seconds between checks for these files, which may be on a network file system."""
+"""Number of seconds between checks for these files, which may be on a network file system."""
 
 
 class Requests(NamedTuple):
-    """Requests all processes of a run agreed on after a step."""
+    """Requests that all processes of a run agreed on after a step."""
 
     stop: bool
     save: bool
-    """A permanent checkpoint."""
+    """Save a permanent checkpoint."""
     stop_after_save: bool
     overdue: bool
-    """The time for a temporary checkpoint has come."""
+    """A temporary checkpoint is due."""
 
 
 class SaveRequests:
-    """Context manager for requests for a permanent checkpoint, by SIGUSR1 or by files in the run directory.
+    """Context manager that receives requests for a permanent checkpoint, by SIGUSR1 or by files in the run directory.
 
     Args:
         directory: the run directory.
@@ -152,7 +156,8 @@ class SaveRequests:
         self._signalled, self._clock, self._next_check = False, clock, 0.0
         self._seen = dict.fromkeys(self._files, False)
         self._exchange = FlagExchange()
-        # Saves since the last exchange, which may have fulfilled the requests that are on their way.
+        # True if checkpoints were saved since the last exchange. They may have fulfilled requests that are still being
+        # exchanged.
         self._has_saved = self._has_saved_permanently = False
         self._previous: Any = None
 
@@ -164,13 +169,13 @@ class SaveRequests:
         signal.signal(signal.SIGUSR1, self._previous)
 
     def agree_on_requests(self, stop: bool, *, overdue: bool = False) -> Requests:
-        """Exchanges the requests of all processes; every process must call it after the same step.
+        """Exchanges the requests of all processes. Every process must call this method after the same step.
 
-        A run of several processes learns of a request one step later, so that no process waits for its devices.
+        With several processes, a request takes effect one step later, so that no process has to wait for its devices.
 
         Args:
             stop: True if this process received a request to stop.
-            overdue: True if the time for a temporary checkpoint has come by the clock of this process.
+            overdue: True if a temporary checkpoint is due according to the clock of this process.
         """
         if is_lead() and self._clock() >= self._next_check:
             self._next_check = self._clock() + _CHECK_SECONDS
@@ -184,7 +189,11 @@ class SaveRequests:
         return agreed
 
     def mark_saved(self, *, permanently: bool) -> None:
-        """Marks the requests that a checkpoint of the last step fulfils as done."""
+        """Marks the requests as done that a checkpoint of the last step fulfils.
+
+        Args:
+            permanently: True if the checkpoint is permanent.
+        """
         self._has_saved = True
         if permanently:
             self._has_saved_permanently, self._signalled = True, False
@@ -197,7 +206,7 @@ class SaveRequests:
     def _remove_file(self, name: str) -> None:
         self._seen[name] = False
         if is_lead():
-            # If it cannot be removed, the request is repeated: visible, but harmless.
+            # If the file cannot be removed, the request is repeated, which users will notice but does no harm.
             with contextlib.suppress(OSError):
                 self._files[name].unlink(missing_ok=True)
 
@@ -208,12 +217,12 @@ class SaveRequests:
 
 
 class InterruptHandler(_Handlers):
-    """Context manager that interrupts work other than training by an exception.
+    """Context manager that raises an exception at the first signal, to interrupt work other than training.
 
     Python drops an exception raised during garbage collection, so long work should also poll `is_interrupted`.
 
     Args:
-        results_note: message telling the user which results remain.
+        results_note: text for the user that says which results are kept.
     """
 
     def __init__(self, results_note: str):
@@ -231,11 +240,11 @@ class InterruptHandler(_Handlers):
         sys.unraisablehook = self._report_unraisable
 
     def is_interrupted(self) -> bool:
-        """Returns True once a signal was received."""
+        """Returns True if a signal was received."""
         return self.requested is not None
 
     def to_exception(self) -> BaseException:
-        """Returns the exception to end the work with."""
+        """Returns the exception that ends the work."""
         if self.requested == "SIGINT":
             return KeyboardInterrupt()
         return Preempted(f"stopped by {self.requested}; {self._results_note}")
@@ -245,20 +254,21 @@ class InterruptHandler(_Handlers):
         raise self._raised
 
     def _handle_unraisable(self, dropped: sys.UnraisableHookArgs) -> None:
-        """Reports an exception dropped by Python, unless it is ours, which `is_interrupted` reports."""
+        """Reports an exception dropped by Python, except the one raised here, which `is_interrupted` makes known."""
         if dropped.exc_value is not self._raised:
             self._report_unraisable(dropped)
 
 
 def _write_stderr(text: str) -> None:
-    """Writes to stderr from a signal handler; errors of a closed output are ignored."""
+    """Writes to stderr from a signal handler. Ignores errors, for example if stderr is closed."""
     with contextlib.suppress(OSError):
-        # Not `print`: the signal may have interrupted a print, and this thread would hold its lock.
+        # `print` could fail: the signal may have interrupted a call of it in this thread, which still holds the lock of
+        # the stream.
         os.write(2, text.encode())
 
 
 def preempted_error(signal: str | None, step: int) -> Preempted:
-    """Returns the exception ending a run after `step` steps because of a signal to this or another process."""
+    """Returns the exception that ends a run after `step` steps because this or another process received a signal."""
     cause = signal or "another process"
     if not step:
         return Preempted(f"stopped by {cause} before the first step; there was nothing to save")
@@ -266,7 +276,7 @@ def preempted_error(signal: str | None, step: int) -> Preempted:
 
 
 def stopped_after_save_error(step: int) -> Stopped:
-    """Returns the exception ending a run after the checkpoint of `step` because of the file `stop-after-save`."""
+    """Returns the exception that ends a run after the checkpoint of `step` because of the file `stop-after-save`."""
     return Stopped(_describe_saved_stop(STOP_AFTER_SAVE, step))
 
 

@@ -1,4 +1,4 @@
-"""Watchdog of a run: detects missing progress and dumps the stacks of all threads."""
+"""Watchdog of a run: detects that a run makes no progress, and dumps the stacks of all threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class WatchdogConfig(Config):
-    """Reaction to a hanging run, for example on a dead mount, a lost machine or a deadlock."""
+    """Reaction to a run that hangs, for example because of a dead mount, a lost machine or a deadlock."""
 
     timeout: Duration | None = timedelta(minutes=10)
     """Maximum time for a step, a batch, an evaluation or a checkpoint. After it, the run reports the operation it is
@@ -40,13 +40,13 @@ class WatchdogConfig(Config):
 
 
 class Watchdog:
-    """Context manager with a background thread timing the operation the run is waiting for.
+    """Context manager with a background thread that times the operation the run is waiting for.
 
     Time during which the process was stopped or the machine was suspended does not count.
 
     Args:
         config: the timeout, and whether to abort after the warning.
-        directory: directory for the stacks; if it cannot be written, they go to standard error.
+        directory: directory to write the stacks to. If it is not writable, they go to standard error.
         clock: monotonic clock in seconds.
         exit: ends the process with an exit code. The default runs no cleanup, because cleanup could hang too.
     """
@@ -60,17 +60,18 @@ class Watchdog:
         exit: Callable[[int], object] = os._exit,
     ):
         self._timeout = None if config.timeout is None else config.timeout.total_seconds()
-        # Frequent enough for a warning at most a quarter of the timeout late, rare enough to be free.
+        # Frequent enough that a warning is at most a quarter of the timeout late, and rare enough to cost nothing.
         self._interval = min((self._timeout or 0.0) / 4, 10.0)
         self._abort, self._directory, self._clock, self._exit = config.abort, directory, clock, exit
-        # One tuple, so that the thread never sees a partial update; assignment needs no lock.
+        # Operation and start time are one tuple, so that the thread never sees a partial update. The assignment needs
+        # no lock.
         self._wait: tuple[str, float] | None = None
         self._reported: tuple[str, float] | None = None
         self._checked = self._awake_since = clock()
         self._ended = threading.Event()
         self.on_stall: Callable[[str], object] = lambda _: None
         """Called with the warning, in the watchdog's thread."""
-        # A daemon, because a run ending with an exception must not wait for its watchdog.
+        # A daemon thread, because a run that ends with an exception must not wait for its watchdog.
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
@@ -85,22 +86,22 @@ class Watchdog:
             self._thread.join()
 
     def arm(self, operation: str) -> None:
-        """Starts timing the given operation, named in the warning; the previous one is no longer timed."""
+        """Starts timing the given operation, which the warning names, and stops timing the previous one."""
         self._wait = (operation, self._clock())
 
     def disarm(self) -> None:
-        """Stops timing: the next operation, such as a compilation, may take any time."""
+        """Stops timing, because the next operation, such as a compilation, may take any amount of time."""
         self._wait = None
 
     def time_items(self, items: Iterable[T], operation: str) -> Iterator[T]:
-        """Yields the items, and times fetching and using each of them."""
+        """Yields the items, and times how long it takes to fetch and to use each of them."""
         for item in items:
             self.arm(operation)
             yield item
         self.arm(operation)
 
     def check(self) -> None:
-        """Warns once per operation that exceeds the timeout."""
+        """Warns if the current operation has exceeded the timeout, once per operation."""
         time_now, wait = self._clock(), self._wait
         # A check this late means the process was paused (SIGSTOP, suspend); the run does not hang.
         if time_now - self._checked > 2 * self._interval + 1:
@@ -147,6 +148,6 @@ class Watchdog:
 
 
 def _write_unbuffered(descriptor: int, text: bytes) -> None:
-    """Writes unbuffered, because a hanging thread may hold the lock of a stream."""
+    """Writes directly to a file descriptor, because a hanging thread may hold the lock of the stream."""
     with contextlib.suppress(OSError):
         os.write(descriptor, text)

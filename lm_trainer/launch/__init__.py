@@ -1,1 +1,1 @@
-"""Starts the processes of one run: on this machine, under SLURM, on Ray, on TPU VMs, on Kubernetes."""
+"""Starts the processes of a run on this machine, under SLURM, on Ray, on TPU VMs or on Kubernetes."""

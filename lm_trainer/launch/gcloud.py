@@ -19,14 +19,14 @@ class ResourceState(NamedTuple):
     """The state of a queued resource."""
 
     name: str
-    """State in Google Cloud's spelling, such as `ACTIVE`; empty if the resource does not exist."""
+    """Name of the state as Google Cloud spells it, such as `ACTIVE`; empty if the resource does not exist."""
     reason: str
     """Error message of a failed request."""
 
 
 @dataclass(frozen=True)
 class Gcloud:
-    """The commands for the queued resource `name`, whose only node has the same name."""
+    """Builds and runs gcloud commands for the queued resource `name`, whose only node has the same name."""
 
     name: str
     zone: str
@@ -39,20 +39,20 @@ class Gcloud:
         return self._build_command("queued-resources", "describe", self.name, "--format=json")
 
     def delete_command(self) -> list[str]:
-        # --force deletes the TPU of the resource too.
+        # --force also deletes the TPU that belongs to the resource.
         return self._build_command("queued-resources", "delete", self.name, "--force", "--quiet")
 
     def ssh_command(self, command: str, worker: str = "all") -> list[str]:
         return self._build_command("tpu-vm", "ssh", self.name, f"--worker={worker}", f"--command={command}", "--quiet")
 
     def copy_command(self, source: Path) -> list[str]:
-        """Copies a directory into the home directory of every worker."""
+        """Builds the command that copies a directory into the home directory of every worker."""
         return self._build_command(
             "tpu-vm", "scp", "--recurse", str(source), f"{self.name}:", "--worker=all", "--quiet"
         )
 
     def query_state(self) -> ResourceState:
-        """Queries the state.
+        """Queries the current state of the resource.
 
         Raises:
             UserError: if gcloud is not installed.
@@ -69,13 +69,13 @@ class Gcloud:
         )
 
     def run_command(self, command: list[str]) -> None:
-        """Runs a command; if it fails, raises `UserError` with gcloud's message."""
+        """Runs a command. If it fails, raises `UserError` with gcloud's message."""
         done = _run(command)
         if done.returncode:
             raise UserError(f"`{shlex.join(command)}` failed: {_failure_reason(done)}")
 
     def stream_output(self, command: list[str]) -> Iterator[str]:
-        """Yields each line of output as it comes; raises `MachineError` after the last one if the command failed."""
+        """Yields each output line as it arrives. If the command fails, raises `MachineError` after the last line."""
         try:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -88,7 +88,7 @@ class Gcloud:
                 for line in process.stdout:
                     yield line.decode(errors="replace").rstrip("\r\n")
             finally:
-                # A reader that stops early must not wait for the rest of the output.
+                # A caller that stops reading early must not have to wait for the rest of the output.
                 if process.poll() is None:
                     process.stdout.close()
                     process.terminate()

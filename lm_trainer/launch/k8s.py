@@ -1,7 +1,7 @@
-"""Runs as a JobSet on Kubernetes: the manifest for TPU slices or GPU nodes, and its submission.
+"""Launches runs as JobSets on Kubernetes: builds the manifest for TPU slices or GPU nodes, and submits it.
 
-Fields of `jobset.x-k8s.io/v1alpha2`: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/. Rules on failure
-messages need JobSet 0.10.1 or newer.
+The fields of `jobset.x-k8s.io/v1alpha2` are documented at https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/.
+Rules that match failure messages require JobSet 0.10.1 or newer.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from lm_trainer.launch.tpu_slices import TpuSlice
 from lm_trainer.launch.volumes import Volume
 
 JOB = "train"
-"""Name of the only replicated job, and of its container."""
+"""Name of the only replicated job in the JobSet, and name of its container."""
 
 _PORT = 8476
 _TPU_PORTS = (8471, 8431)
-"""Ports of a TPU worker: communication between processes, and metrics."""
+"""Ports of a TPU worker: the first is for communication between processes, the second for metrics."""
 _CONFIG_DIRECTORY = "/etc/lmt"
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _FINAL = [EXIT_CONFIG, EXIT_NON_FINITE, EXIT_OUT_OF_MEMORY, EXIT_STOPPED]
-"""Exit codes after which a restart is useless (the run would fail the same way) or unwanted (a person stopped it)."""
+"""Exit codes after which a restart is pointless (the run would fail the same way) or unwanted (a user stopped it)."""
 _LONGEST_NAME = 40
 """Maximum length of a JobSet name: pod names add a suffix to it, and are limited to 63 characters."""
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """Nodes with NVIDIA GPUs; one process drives all GPUs of a node."""
+    """Nodes with NVIDIA GPUs. One process uses all GPUs of a node."""
 
     nodes: int
     per_node: int
@@ -55,7 +55,7 @@ class Gpus:
 
 @dataclass(frozen=True)
 class KubernetesJob:
-    """A request to Kubernetes.
+    """Settings of a run on Kubernetes.
 
     Raises:
         UserError: for an invalid Kubernetes name.
@@ -63,24 +63,24 @@ class KubernetesJob:
 
     name: str
     image: str
-    """Container image with lm_trainer and, for the accelerator, jax."""
+    """Container image with lm_trainer and a jax installation for the accelerator."""
     hardware: TpuSlice | Gpus
     slices: int = 1
-    """TPU slices that train one model together."""
+    """Number of TPU slices that train one model together."""
     namespace: str | None = None
     queue: str | None = None
     """Name of a Kueue LocalQueue."""
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: tuple[str, ...] = ()
-    """Cluster secrets whose entries become environment variables, such as WANDB_API_KEY."""
+    """Names of Kubernetes secrets whose entries become environment variables, such as WANDB_API_KEY."""
     volumes: tuple[Volume, ...] = ()
     node_selector: Mapping[str, str] = field(default_factory=dict)
     service_account: str | None = None
     spot: bool = False
     max_restarts: int = 10
-    """Restarts after crashes and lost machines; restarts after a clean stop are not counted."""
+    """Maximum number of restarts after crashes and lost machines. Restarts after a clean stop do not count."""
     grace: int = 300
-    """Seconds for a stopped process to save a checkpoint."""
+    """Number of seconds that a stopped process has to save a checkpoint."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(rf"[a-z]([a-z0-9-]{{0,{_LONGEST_NAME - 2}}}[a-z0-9])?", self.name):
@@ -95,12 +95,12 @@ class KubernetesJob:
 
 
 def build_manifest(job: KubernetesJob, config: str, config_name: str) -> str:
-    """Builds the manifest for kubectl: a ConfigMap with the configuration, and the JobSet.
+    """Builds the manifest for kubectl, which contains a ConfigMap with the configuration, and the JobSet.
 
     Args:
-        job: the request.
+        job: settings of the run.
         config: content of the configuration file.
-        config_name: its file name, which becomes the name of the run.
+        config_name: name of the configuration file, which becomes the name of the run.
 
     """
     import yaml
@@ -117,7 +117,7 @@ def apply_manifest(text: str) -> str:
     """Passes a manifest to kubectl and returns its output.
 
     Raises:
-        UserError: if kubectl is not installed, or the cluster refuses the manifest.
+        UserError: if kubectl is not installed, or the cluster rejects the manifest.
         MachineError: if the cluster does not answer.
     """
     command = ["kubectl", "apply", "-f", "-"]
@@ -141,10 +141,10 @@ def _build_job_set(job: KubernetesJob, config_name: str) -> dict[str, Any]:
     if job.queue is not None:
         metadata["labels"] = {"kueue.x-k8s.io/queue-name": job.queue}
     if isinstance(job.hardware, TpuSlice) and job.hardware.nodes > 1:
-        # One job for each slice, and no other job on the slice: a node pool of several machines is one slice.
+        # Each slice gets one job and no other: a node pool with several machines is one slice.
         metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     template = {
-        # Any failed pod ends the job: its processes start together or not at all.
+        # Any failed pod fails the job, because all processes of a run have to start together.
         "backoffLimit": 0,
         "completionMode": "Indexed",
         "completions": job.hardware.nodes,
@@ -158,7 +158,7 @@ def _build_job_set(job: KubernetesJob, config_name: str) -> dict[str, Any]:
         "kind": "JobSet",
         "metadata": metadata,
         "spec": {
-            # DNS names for the processes to find each other, even before their pods are ready.
+            # Gives the processes DNS names by which they find each other, even before their pods are ready.
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": job.name},
             "failurePolicy": {"maxRestarts": job.max_restarts, "rules": _FAILURES},
             "replicatedJobs": [replicated],
@@ -166,8 +166,9 @@ def _build_job_set(job: KubernetesJob, config_name: str) -> dict[str, Any]:
     }
 
 
-# Exit codes with a defined reaction become job failures by rule, and the failure messages quote them. All others, such
-# as crashes and lost machines, are failures by the number of failed pods, which are retried a few times.
+# For the exit codes listed here, a rule fails the job, and its failure message quotes the exit code. All other
+# failures, such as crashes and lost machines, fail the job because a pod failed, and the JobSet restarts up to
+# `max_restarts` times.
 _POD_FAILURES = {
     "rules": [
         {
@@ -198,7 +199,7 @@ def _build_pod(job: KubernetesJob, config_name: str) -> dict[str, Any]:
     mounts.append({"name": "config", "mountPath": _CONFIG_DIRECTORY, "readOnly": True})
     volumes.append({"name": "config", "configMap": {"name": f"{job.name}-config"}})
     if isinstance(job.hardware, Gpus):
-        # NCCL shares memory between the GPUs of a node; a container has 64 MB by default.
+        # NCCL uses shared memory between the GPUs of a node, and a container has only 64 MB of it by default.
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     spec: dict[str, Any] = {
@@ -227,7 +228,7 @@ def _build_container(job: KubernetesJob, config_name: str, mounts: Sequence[Mapp
             {"name": "NUM_PROCESSES", "value": str(job.processes)},
             {"name": "PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
         ]
-        # Kubernetes substitutes the values.
+        # Kubernetes replaces $(NAME) with the value of the variable.
         settings = distributed_settings("$(COORDINATOR_ADDRESS)", "$(NUM_PROCESSES)", "$(PROCESS_ID)")
     # On TPUs, GKE sets TPU_WORKER_ID, TPU_WORKER_HOSTNAMES and, for several slices, MEGASCALE_*, which JAX reads.
     env += [{"name": name, "value": value} for name, value in job.env.items()]
@@ -269,7 +270,7 @@ def _tolerations(job: KubernetesJob) -> list[dict[str, str]]:
 
 
 def _build_yaml_dumper() -> Any:
-    """A YAML dumper that writes out repeated parts instead of using aliases, and long texts as blocks."""
+    """Builds a YAML dumper that writes repeated parts in full instead of as aliases, and multi-line texts as blocks."""
     import yaml
 
     class Dumper(yaml.SafeDumper):

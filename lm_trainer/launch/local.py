@@ -22,18 +22,18 @@ def launch_local(
     write: Callable[[str], object],
     environ: Mapping[str, str] = os.environ,
 ) -> int:
-    """Starts `count` processes that communicate over loopback, and supervises them.
+    """Starts `count` processes that communicate over the loopback interface, and supervises them.
 
     Args:
-        arguments: Python arguments to train the run in one process.
+        arguments: arguments of the Python interpreter that train the run in one process.
         count: the number of processes.
-        devices_per_process: emulate this many CPU devices in each process; None divides the machine's GPUs among the
-            processes, or without GPUs gives each process one CPU device.
+        devices_per_process: number of CPU devices to emulate in each process. None divides the machine's GPUs among the
+            processes, or gives each process one CPU device if there are no GPUs.
         write: receives each line of output.
-        environ: inherited by the processes.
+        environ: environment variables that the processes inherit.
 
     Returns:
-        The exit code, as `supervise`.
+        The exit code, as returned by `supervise`.
 
     Raises:
         UserError: if the GPUs cannot be divided equally.
@@ -50,7 +50,16 @@ def launch_local(
 
 
 def distributed_settings(address: str, count: int | str, index: int | str) -> list[str]:
-    """Settings for one process to find the others, as numbers or texts; empty for a single process."""
+    """Builds the configuration overrides that let one process find the others.
+
+    Args:
+        address: address of the coordinator, as `host:port`.
+        count: number of processes.
+        index: index of this process. All three arguments may also be placeholders that Kubernetes replaces.
+
+    Returns:
+        Overrides of the form `key=value`; an empty list for a single process.
+    """
     if count == 1:
         return []
     section = "trainer.distributed"
@@ -64,18 +73,18 @@ def distributed_settings(address: str, count: int | str, index: int | str) -> li
 def process_environments(
     environ: Mapping[str, str], count: int, devices_per_process: int | None, gpus: Sequence[str] | None = None
 ) -> list[dict[str, str]]:
-    """The environment of each process.
+    """Builds the environment variables of each process.
 
     Args:
-        environ: inherited by all.
+        environ: environment variables that all processes inherit.
         count: the number of processes.
         devices_per_process: as for `launch_local`.
-        gpus: the GPUs of this machine; by default the ones named in `environ` and /dev.
+        gpus: names of the GPUs of this machine; None finds them with `visible_gpus`.
 
     Raises:
         UserError: if the GPUs cannot be divided equally.
     """
-    # The output goes through a pipe, which Python block-buffers by default.
+    # The output goes to a pipe, and Python block-buffers its output to a pipe by default.
     shared = {**environ, "PYTHONUNBUFFERED": "1"}
     if devices_per_process is not None:
         return [{**shared, **emulation_environ(environ, devices_per_process)} for _ in range(count)]
@@ -92,16 +101,16 @@ def process_environments(
 
 
 def emulation_environ(environ: Mapping[str, str], devices: int) -> dict[str, str]:
-    """The environment variables that make JAX emulate `devices` devices on a CPU."""
-    # An existing flag, for example from a test run, would override the variable.
+    """Builds the environment variables that make JAX emulate `devices` devices on a CPU."""
+    # A device count that is already in XLA_FLAGS, for example from a test run, would override JAX_NUM_CPU_DEVICES.
     flags = [flag for flag in environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_FLAG)]
     return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": " ".join(flags)}
 
 
 def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """Names of the NVIDIA GPUs visible to processes started from here.
+    """Lists the names of the NVIDIA GPUs that are visible to child processes.
 
-    Read from the device files: asking JAX would open every GPU in this process, which needs none.
+    The names are read from the device files. Asking JAX would open every GPU in this process, which needs none.
     """
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:

@@ -14,37 +14,37 @@ from lm_trainer.launch.local import distributed_settings, emulation_environ
 from lm_trainer.launch.supervise import LocalProcess, Status, find_free_address, supervise
 
 _LOST = -9
-"""Status of a process with a dead actor: the process was killed with it (SIGKILL)."""
+"""Exit code reported for a process whose actor died, because the process was killed with the actor (SIGKILL)."""
 
 
 @dataclass(frozen=True)
 class RayJob:
-    """A request to the cluster."""
+    """Settings of a run on a Ray cluster."""
 
     processes: int
     address: str
-    """Address of the cluster, as `auto` or `ray://host:10001`."""
+    """Address of the cluster, such as `auto` or `ray://host:10001`."""
     cpus_per_process: float = 1
     gpus_per_process: float = 0
     devices_per_process: int | None = None
-    """Emulate this many CPU devices in each process."""
+    """Number of CPU devices to emulate in each process; None emulates none."""
     wait: float = 300
-    """Seconds to wait for free resources in the cluster."""
+    """Maximum time in seconds to wait for free resources in the cluster."""
 
 
 def launch_on_ray(arguments: Sequence[str], job: RayJob, write: Callable[[str], object]) -> int:
     """Starts the processes of a run, one per actor, and supervises them.
 
-    The nodes must have the package, and see the configuration, the data and the directories of the run under the same
-    paths.
+    lm_trainer must be installed on every node, and the configuration, the data and the directories of the run must have
+    the same paths on every node.
 
     Args:
-        arguments: Python arguments to train the run in one process.
-        job: the request to the cluster.
+        arguments: arguments of the Python interpreter that train the run in one process.
+        job: settings of the run.
         write: receives each line of output.
 
     Returns:
-        The exit code, as `supervise`.
+        The exit code, as returned by `supervise`.
 
     Raises:
         UserError: if Ray is not installed, the cluster does not exist, or its resources do not become free in time.
@@ -52,7 +52,7 @@ def launch_on_ray(arguments: Sequence[str], job: RayJob, write: Callable[[str], 
     ray = _connect_to_ray(job.address)
     try:
         group = _reserve_resources(ray, job)
-        # Never restarted: the processes of a run start together or not at all.
+        # Ray must not restart an actor, because all processes of a run have to start together.
         options = {"num_cpus": job.cpus_per_process, "num_gpus": job.gpus_per_process, "max_restarts": 0}
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         actors = [
@@ -61,7 +61,7 @@ def launch_on_ray(arguments: Sequence[str], job: RayJob, write: Callable[[str], 
             .remote()
             for index in range(job.processes)
         ]
-        # The coordinator listens on the node of process 0, so only an actor on this node can find a free port.
+        # The coordinator listens on the node of process 0, so only an actor on that node can find a free port.
         address = ray.get(actors[0].address.remote())
         extra = {} if job.devices_per_process is None else emulation_environ({}, job.devices_per_process)
         for index, actor in enumerate(actors):
@@ -77,7 +77,7 @@ def launch_on_ray(arguments: Sequence[str], job: RayJob, write: Callable[[str], 
 def _connect_to_ray(address: str) -> Any:
     try:
         import ray
-        import ray.util.scheduling_strategies  # an attribute of `ray` only once it is imported
+        import ray.util.scheduling_strategies  # `ray.util` only has this attribute after the import
     except ImportError:
         raise UserError("`lmt launch ray` needs Ray; run: pip install ray") from None
     advice = "Start one (`ray start --head`), or give the address of one that runs with --address"
@@ -86,7 +86,7 @@ def _connect_to_ray(address: str) -> Any:
 
 
 def _reserve_resources(ray: Any, job: RayJob) -> Any:
-    """Reserves resources for all processes at once: a part of them would wait for the others forever."""
+    """Reserves resources for all processes together: if only some started, they would wait forever for the others."""
     need = {"CPU": job.cpus_per_process, "GPU": job.gpus_per_process}
     bundle = {name: amount for name, amount in need.items() if amount}
     group = ray.util.placement_group([bundle] * job.processes, strategy="PACK")
@@ -126,7 +126,7 @@ class _Worker:
 
 
 class _RemoteProcess:
-    """The `SupervisedProcess` of a `_Worker` on another node."""
+    """`SupervisedProcess` that forwards to a `_Worker`, usually on another node."""
 
     def __init__(self, ray: Any, actor: Any):
         self._ray, self._actor = ray, actor

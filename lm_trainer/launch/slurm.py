@@ -1,4 +1,4 @@
-"""Runs as a SLURM job: the batch script, and its submission."""
+"""Launches runs as SLURM jobs: builds the batch script and submits it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from lm_trainer.core.errors import EXIT_PREEMPTED, MachineError, UserError
 from lm_trainer.launch.local import emulation_environ
 
 _LAST_SECONDS = 300
-"""Maximum time for the other processes of a job step to save and stop after the first has ended."""
+"""Maximum time in seconds for the other processes of a job step to save and stop after the first one has ended."""
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A request to SLURM; None leaves a setting to the site's defaults.
+    """Settings of a run under SLURM. None leaves a setting to the defaults of the cluster.
 
     Raises:
-        UserError: if the processes do not divide equally over nodes, or GPUs over processes.
+        UserError: if the processes cannot be divided equally among the nodes, the GPUs of a node cannot be divided
+            equally among its processes, or options are invalid or contradict each other.
     """
 
     name: str
@@ -29,17 +30,17 @@ class SlurmJob:
     nodes: int = 1
     gpus_per_node: int | None = None
     cpus_per_process: int | None = None
-    """Cores of each process; None means exclusive nodes, with all cores and memory shared by the processes."""
+    """Number of cores of each process. None requests exclusive nodes, whose processes share all cores and memory."""
     time: str | None = None
-    """Time limit in SLURM's notation: `24:00:00`, `2-00`."""
+    """Time limit in SLURM's notation, such as `24:00:00` or `2-00`."""
     partition: str | None = None
     account: str | None = None
     notice: int = 120
-    """Seconds before the time limit at which the processes are asked to save and stop."""
+    """Number of seconds before the time limit at which SLURM asks the processes to save and stop."""
     requeue: bool = True
-    """Requeue a stopped job, to resume it."""
+    """Put a job that was stopped back into the queue, so that it resumes."""
     devices_per_process: int | None = None
-    """Emulate this many CPU devices in each process; None: the processes of a node share its GPUs."""
+    """Number of CPU devices to emulate in each process. With None, the processes of a node share its GPUs."""
     extra: tuple[str, ...] = ()
     """Extra options of sbatch, such as `--mem=0`."""
 
@@ -69,9 +70,9 @@ def build_batch_script(job: SlurmJob, command: Sequence[str], directory: Path) -
     """Builds the script for sbatch.
 
     Args:
-        job: the request to SLURM.
-        command: command of each process.
-        directory: working directory.
+        job: settings of the run.
+        command: command that each process runs.
+        directory: working directory of the job.
     """
     options = {
         "job-name": job.name,
@@ -88,7 +89,7 @@ def build_batch_script(job: SlurmJob, command: Sequence[str], directory: Path) -
         "open-mode": "append",
     }
     lines = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items() if value is not None]
-    # Set either way: the default of the site may be the opposite.
+    # Always set explicitly, because the default of the cluster may be either.
     lines += ["--requeue" if job.requeue else "--no-requeue"]
     if job.cpus_per_process is None:
         lines += ["--exclusive", "--mem=0"]
@@ -104,7 +105,7 @@ if [ "$code" -eq {EXIT_PREEMPTED} ]; then
 fi
 """
     variables = {} if job.devices_per_process is None else emulation_environ(os.environ, job.devices_per_process)
-    # SLURM binds a task to one core by default: on exclusive nodes the job lifts this limit.
+    # SLURM binds a task to one core by default. On exclusive nodes the job removes this restriction.
     cores = "cpu-bind=none" if job.cpus_per_process is None else f"cpus-per-task={job.cpus_per_process}"
     return (
         "#!/bin/bash\n"
@@ -126,11 +127,11 @@ def submit_job(script: str) -> str:
     """Passes a script to sbatch and returns its output.
 
     Raises:
-        UserError: if SLURM is not installed, or refuses the job.
+        UserError: if SLURM is not installed, or rejects the job.
         MachineError: if SLURM does not answer.
     """
     try:
-        # The controller of a busy cluster may take a minute; one that is down would never answer.
+        # The controller of a busy cluster may take a minute to reply; one that is down never replies.
         done = subprocess.run(["sbatch"], input=script, capture_output=True, text=True, timeout=120, check=False)
     except FileNotFoundError:
         raise UserError(

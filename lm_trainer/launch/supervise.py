@@ -1,4 +1,4 @@
-"""Supervises the processes of a run: forwards their output, and stops all if one fails."""
+"""Supervises the processes of a run: forwards their output, and stops all of them if one fails."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from lm_trainer.core.errors import EXIT_PREEMPTED, EXIT_STOPPED
 from lm_trainer.core.terminal_loss import redirect_terminal_to_devnull, signals_to_handle
 
 GRACE_PERIOD = 15.0
-"""Seconds for the other processes to end by themselves after a failure, and the same time to end after SIGTERM.
+"""Number of seconds that the other processes have to end by themselves after a failure, and also to end after SIGTERM.
 
-Longer than `FailureDetector` needs to end them with its own error.
+It is longer than the time `FailureDetector` needs to end them with its own error message.
 """
 
 _TICK_SECONDS = 0.05
-# For the last lines of a process after its end; a grandchild that keeps the pipe open must not delay us longer.
+# Maximum time to read the last output lines of a process after it has ended. Its child processes may keep the pipe open
+# longer.
 _DRAIN_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
-# Makes the kernel signal the child when its parent dies, even from SIGKILL. Set by a small wrapper program, since a
-# function between fork and exec (`preexec_fn`) may deadlock in a process with threads.
+# PR_SET_PDEATHSIG makes the kernel signal the child when its parent dies, even from SIGKILL. A small wrapper program
+# sets it, because running a function between fork and exec (`preexec_fn`) may deadlock in a process with threads.
 _END_WITH_PARENT = (
     sys.executable,
     "-Sc",
@@ -38,12 +39,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Status(NamedTuple):
-    """Output and exit code of a process since the last poll."""
+    """Result of polling a process: its output since the last poll, and its exit code."""
 
     lines: list[str]
     """Output lines, without line ends."""
     code: int | None
-    """None while it runs; then its exit code, or the negative signal number if it was killed by a signal."""
+    """None while the process runs; then its exit code, or the negative signal number if a signal killed it."""
 
 
 class SupervisedProcess(Protocol):
@@ -51,20 +52,20 @@ class SupervisedProcess(Protocol):
 
     @property
     def location(self) -> str:
-        """Host and process id, for people: `pid 17` or `host a, pid 17`."""
+        """Host and process ID for messages, such as `pid 17` or `host a, pid 17`."""
         ...
 
     def poll(self) -> Status:
-        """Returns immediately, with the output since the last call."""
+        """Returns the output since the last call and the exit code, without waiting."""
         ...
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal to the process; no effect after its end."""
+        """Sends a signal to the process. Does nothing if the process has ended."""
         ...
 
 
 class LocalProcess:
-    """A `SupervisedProcess` on this machine; it is asked to stop when its parent dies."""
+    """`SupervisedProcess` on this machine. On Linux it receives SIGTERM when its parent dies."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], directory: str):
         self._process = subprocess.Popen(
@@ -74,11 +75,13 @@ class LocalProcess:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            # A new session: Ctrl-C reaches it once, through `send_signal`, and not also from the terminal.
+            # With a new session, Ctrl-C reaches the process only once, through `send_signal`, and not also from the
+            # terminal.
             start_new_session=True,
         )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        # A thread reads the pipe: a full pipe would block the process, and reading here would block the supervisor.
+        # A thread reads the pipe, because a full pipe would block the process, and reading in `poll` would block the
+        # supervisor.
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -108,7 +111,7 @@ class LocalProcess:
 
 
 def find_free_address(host: str = "127.0.0.1") -> str:
-    """Finds a `host:port` without a listener at this moment."""
+    """Finds a port on `host` that is currently free, and returns the address as `host:port`."""
     with socket.socket() as server:
         server.bind((host, 0))
         return f"{host}:{server.getsockname()[1]}"
@@ -123,19 +126,20 @@ def supervise(
 ) -> int:
     """Waits until all processes have ended.
 
-    Signals to this process are forwarded, each once to every process. The first process to fail takes the others down:
-    they get time to end by themselves, then SIGTERM, then SIGKILL.
+    Every signal that this process receives is forwarded once to each process. After the first failure of a process, the
+    others get time to end by themselves, then SIGTERM, then SIGKILL.
 
     Args:
         processes: the processes, in order of their index in the run.
-        write: receives each line of output, prefixed with the index of its process, and messages of the supervisor.
+        write: receives each line of output, prefixed with the index of its process, and the messages of the supervisor.
         grace_period: see `GRACE_PERIOD`.
         clock: monotonic time in seconds.
 
     Returns:
-        The exit code of the first failed process, or 128 + the signal number for a process killed by a signal not sent
-        from here. The signal has priority: other processes may fail because the killed one is missing, and their ends
-        may be seen first. If none failed, 75 or 76 if any was stopped after saving, else 0.
+        The exit code of the first failed process, or 128 + the signal number if a process was killed by a signal that
+        the supervisor did not send. The signal has priority: other processes may fail because the killed one is
+        missing, and their failures may be seen first. If no process failed, 75 or 76 if any was stopped after saving,
+        otherwise 0.
     """
     running = dict(enumerate(processes))
     write = _GuardedOutput(write)
@@ -153,7 +157,8 @@ def supervise(
                 if code in (EXIT_PREEMPTED, EXIT_STOPPED):
                     stopped = code
                 elif code and (not first or (code < 0 < first and not takedown.sent)):
-                    # A killed process has priority over an exit code, which may be only its consequence.
+                    # A killed process has priority over a failed one, which may have failed only because the other was
+                    # killed.
                     first = code
                     write(f"process {index} of {len(processes)} ({process.location}) {describe_exit(code)}")
                     takedown.begin()
@@ -168,7 +173,7 @@ def supervise(
 
 
 def describe_exit(code: int) -> str:
-    """Describes the end of a process as a verb phrase."""
+    """Describes how a process ended, as a verb phrase."""
     if code >= 0:
         return f"failed with exit code {code}"
     try:
@@ -178,7 +183,7 @@ def describe_exit(code: int) -> str:
 
 
 class _GuardedOutput:
-    """Output that stops on an error, such as a closed terminal: the processes still have to be supervised."""
+    """Output that is dropped after a write error, such as a closed terminal, so that supervision continues."""
 
     def __init__(self, write: Callable[[str], object]):
         self._write, self._open = write, True
@@ -192,7 +197,7 @@ class _GuardedOutput:
 
 
 class _Takedown:
-    """Schedule of the signals to the remaining processes after a failure."""
+    """Schedule of the signals that are sent to the remaining processes after a failure."""
 
     def __init__(self, grace_period: float, clock: Callable[[], float]):
         self._grace_period, self._clock = grace_period, clock
@@ -213,7 +218,7 @@ class _Takedown:
 
 
 class _ForwardedSignals:
-    """Context manager with handlers that forward signals to every running process."""
+    """Context manager that installs handlers which forward signals to every running process."""
 
     def __init__(self, running: Mapping[int, SupervisedProcess]):
         self._running = running
@@ -232,6 +237,6 @@ class _ForwardedSignals:
         del frame
         if number == signal.SIGHUP:
             redirect_terminal_to_devnull()
-        # A copy: the handler interrupts the loop that removes ended processes.
+        # Iterates over a copy, because the handler may interrupt the loop that removes ended processes.
         for process in list(self._running.values()):
             process.send_signal(number)

@@ -1,4 +1,4 @@
-"""Runs on Cloud TPU VMs: queued resource, installation and training, repeated after a preemption."""
+"""Launches runs on Cloud TPU VMs: requests a TPU, installs and trains, and repeats all three after a preemption."""
 
 from __future__ import annotations
 
@@ -34,42 +34,46 @@ _RUNTIMES = {
     "v5p": "v2-alpha-tpuv5",
     "v6e": "v2-alpha-tpuv6e",
 }
-"""Google's recommended runtime for JAX on each generation (Cloud TPU documentation, TPU software versions)."""
+"""Runtime version that Google recommends for JAX on each TPU generation.
+
+Source: Cloud TPU documentation, "TPU software versions".
+"""
 
 _OVER = ("FAILED", "SUSPENDING", "SUSPENDED", "DELETING")
 """States of a queued resource that has no TPU and will not get one."""
 _FAILURES_IN_QUEUE = 3
-"""Consecutive failed requests, without ever getting a TPU, before the launcher gives up."""
+"""Number of consecutive failed requests for a TPU after which the launcher gives up."""
 
 
 @dataclass(frozen=True)
 class TpuJob:
-    """A request to Google Cloud; None leaves a setting to gcloud's own configuration or to the defaults here.
+    """Settings of a run on a Cloud TPU. None leaves a setting to the configuration of gcloud or to the default below.
 
     Raises:
-        UserError: for an invalid Google Cloud name, or a generation without a known runtime version.
+        UserError: for an invalid Google Cloud name, accelerator or option, or a TPU generation without a known runtime
+            version.
     """
 
     name: str
     accelerator: str
-    """Type and size in Cloud TPU's notation: `v5p-128`, `v6e-16`; `v5e-16` is `v5litepod-16`."""
+    """Type and size in Cloud TPU's notation, such as `v5p-128` or `v6e-16`. `v5e-16` means `v5litepod-16`."""
     zone: str
     project: str | None = None
     version: str | None = None
-    """The runtime version; None means the one for JAX on this generation."""
+    """Runtime version; None selects the version recommended for JAX on this TPU generation."""
     spot: bool = False
     create_options: tuple[str, ...] = ()
     """Extra options of `queued-resources create`, such as `--network=NAME`."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Environment of the training on every worker."""
+    """Environment variables of the training process on every worker."""
     install: str | None = None
-    """Pip requirement for lm_trainer; None means this source tree."""
+    """Pip requirement for lm_trainer; None installs the source tree of the running lm_trainer."""
     setup: str | None = None
     """Bash command to run on every worker before training, for example to mount a bucket."""
     delete: bool = False
-    """Delete the TPU after the end of the run: finished, failed, or stopped on request."""
+    """Delete the TPU when the run ends, whether it finished, failed or was stopped on request."""
     on_interrupt: Literal["stop", "leave"] = "stop"
-    """Reaction to Ctrl-C: `stop` asks the training to save and stop, `leave` lets it continue."""
+    """Reaction to Ctrl-C: `stop` asks the training to save and stop, and `leave` lets it continue."""
     restarts: int = 100
     """Maximum number of restarts of a preempted run."""
 
@@ -89,7 +93,7 @@ class TpuJob:
 
     @property
     def accelerator_type(self) -> str:
-        """The type in gcloud's spelling."""
+        """The accelerator type as gcloud spells it."""
         return re.sub(r"^v5e-", "v5litepod-", self.accelerator)
 
     @property
@@ -102,7 +106,7 @@ class TpuJob:
 
     @property
     def create_arguments(self) -> list[str]:
-        """Arguments of `queued-resources create` after the name."""
+        """Arguments of `queued-resources create` that follow the name."""
         return [
             f"--node-id={self.name}",
             f"--accelerator-type={self.accelerator_type}",
@@ -112,12 +116,12 @@ class TpuJob:
         ]
 
     def build_scripts(self, config_name: str) -> dict[str, str]:
-        """Scripts for every worker, by name."""
+        """Builds the scripts for the workers, by file name."""
         return build_scripts(config_name, self.env, self.install, self.setup)
 
 
 def describe_commands(job: TpuJob, config_name: str) -> Iterator[str]:
-    """Yields the shell commands of an attempt in order, and the scripts, all with comments."""
+    """Yields the shell commands of an attempt in order, and the contents of the scripts, each with a comment."""
     gcloud, directory = job.gcloud, remote_directory(job.name)
     steps = [
         ("ask for the TPU", gcloud.create_command(job.create_arguments)),
@@ -145,22 +149,22 @@ def _follow_command(gcloud: Gcloud, line: int) -> list[str]:
 
 
 class _TpuLost(Exception):
-    """The TPU was taken away."""
+    """Google Cloud took the TPU away (preemption)."""
 
 
 class TpuRun:
-    """One run on a TPU, followed from here until it ends.
+    """One run on a TPU, which this process follows until the run ends.
 
-    The training does not depend on this process: it continues when the connection breaks or this machine is switched
-    off, and running the same command a second time follows it.
+    The training does not depend on this process: it continues if the connection breaks or this machine is switched off.
+        Running the same command a second time follows the same training.
 
     Args:
-        job: the request.
+        job: settings of the run.
         config: content of the configuration file to train.
-        config_name: its file name, which becomes the name of the run.
+        config_name: name of the configuration file, which becomes the name of the run.
         write: receives each line of output.
-        interval: seconds between two queries of the request's state.
-        settle: seconds after a failure to wait for news of a preemption.
+        interval: number of seconds between two queries of the state of the TPU.
+        settle: maximum time in seconds, after a failure, until Google Cloud reports the preemption that caused it.
     """
 
     def __init__(
@@ -179,10 +183,10 @@ class TpuRun:
         self._next_line = 1
 
     def run(self) -> int:
-        """Trains to the end, across preemptions.
+        """Trains to the end, and requests another TPU after each preemption.
 
         Returns:
-            The exit code of the training; 130 if the launcher was interrupted before the end.
+            The exit code of the training, or 130 if the launcher was interrupted before the training ended.
 
         Raises:
             UserError: if gcloud is not installed, or Google Cloud refuses the request.
@@ -219,7 +223,7 @@ class TpuRun:
         raise MachineError(f"the run was stopped more than {self._job.restarts} times (--restarts)")
 
     def _acquire(self) -> None:
-        """Waits for the TPU: one from an earlier command, or a new one."""
+        """Waits for the TPU, and requests one unless an earlier command has done so."""
         failures, shown = 0, ""
         while True:
             state = self._gcloud.query_state()
@@ -280,7 +284,7 @@ class TpuRun:
         return self._follow_output()
 
     def _follow_output(self) -> int:
-        """Forwards the output of worker 0 until the training ends; returns its exit code."""
+        """Forwards the output of worker 0 until the training ends, and returns the exit code of the training."""
         while True:
             try:
                 for line in self._gcloud.stream_output(_follow_command(self._gcloud, self._next_line)):
@@ -295,7 +299,7 @@ class TpuRun:
             time.sleep(self._interval)
 
     def _is_lost(self) -> bool:
-        """True if the TPU is gone, which may become known some time after its workers are gone."""
+        """Returns True if the TPU is gone. Google Cloud may report this only some time after the workers disappear."""
         end = time.monotonic() + self._settle
         while self._gcloud.query_state().name == "ACTIVE":
             if time.monotonic() >= end:
@@ -314,7 +318,7 @@ class TpuRun:
             return EXIT_INTERRUPTED
 
     def _show_last_lines(self) -> None:
-        """Shows the last lines of every worker: the first to fail may not be worker 0."""
+        """Shows the last output lines of every worker, because the first worker to fail may not be worker 0."""
         command = self._gcloud.ssh_command(f"tail -n 20 {remote_directory(self._job.name)}/log")
         try:
             for line in self._gcloud.stream_output(command):

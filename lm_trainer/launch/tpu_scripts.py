@@ -1,4 +1,4 @@
-"""Files for a TPU worker: lm_trainer itself, and scripts to install, start, follow and stop a run."""
+"""Writes the files for a TPU worker: the lm_trainer source, and scripts to install, start, follow and stop a run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pathlib import Path
 from lm_trainer.core.errors import UserError
 
 EXIT_MARK = "lmt-exit-code="
-"""Prefix of the line after the output of a finished training, followed by its exit code."""
+"""Prefix of the line that follows the output of a finished training and contains the exit code of the training."""
 FAILURE_MARK = "lmt-failed="
-"""Prefix of the line from a worker with a failed script, followed by its exit code; gcloud's own does not name workers.
+"""Prefix of the line that a worker prints if a script fails, followed by the exit code of the script. gcloud's own exit
+code does not tell which worker failed.
 """
 LOST = 137
-"""Exit code of a training that ended without leaving one: it was killed, or its machine restarted."""
+"""Exit code reported for a training that left none, because it was killed or its machine restarted."""
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SOURCE, _CONSTRAINTS = "source.tar.gz", "constraints.txt"
@@ -23,17 +24,17 @@ _PACKAGED = ("lm_trainer", "cli", "configs", "pyproject.toml", "README.md", "LIC
 
 
 def remote_directory(name: str) -> str:
-    """The directory of a run, relative to the home directory of each worker."""
+    """Returns the directory of a run, relative to the home directory of each worker."""
     return name
 
 
 def script_command(name: str, step: str) -> str:
-    """The command to run one of the scripts on a worker."""
+    """Builds the command that runs one of the scripts on a worker."""
     return f"bash {remote_directory(name)}/{step}.sh || echo {FAILURE_MARK}$?"
 
 
 def follow_command(name: str, line: int) -> str:
-    """The command to show the output of a worker from a line on, counted from 1, until the training ends."""
+    """Builds the command that shows the output of a worker from line `line` (from 1) on, until the training ends."""
     return f"bash {remote_directory(name)}/follow.sh {line}"
 
 
@@ -42,11 +43,11 @@ def write_files(directory: Path, texts: Mapping[str, str], *, source: bool) -> N
 
     Args:
         directory: directory for the files.
-        texts: contents of the scripts and the configuration, by name.
-        source: include lm_trainer's source, with its constraints.
+        texts: contents of the scripts and of the configuration, by file name.
+        source: True to include the source of lm_trainer and its constraints file.
 
     Raises:
-        UserError: if this lm_trainer is not a source tree.
+        UserError: if `source` is set and this lm_trainer was not installed from a source tree.
     """
     if source:
         _pack_source(_ROOT, directory / _SOURCE)
@@ -57,20 +58,20 @@ def write_files(directory: Path, texts: Mapping[str, str], *, source: bool) -> N
 
 
 def build_scripts(config_name: str, env: Mapping[str, str], install: str | None, setup: str | None) -> dict[str, str]:
-    """The scripts of a run, by name.
+    """Builds the scripts of a run, by file name.
 
     Args:
         config_name: name of the configuration file in the same directory.
-        env: environment of the training.
-        install: pip requirement; None means the source packed by `write_files`.
-        setup: bash command to run after the installation.
+        env: environment variables of the training process.
+        install: pip requirement for lm_trainer; None installs the source packed by `write_files`.
+        setup: bash command to run after the installation, or None.
     """
     constraints = f"--constraint {_CONSTRAINTS} " if install is None and (_ROOT / _CONSTRAINTS).is_file() else ""
     requirement = f'"lm_trainer[tpu] @ file://$PWD/{_SOURCE}"' if install is None else shlex.quote(install)
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
     train = f"trap : TERM; venv/bin/lmt train {shlex.quote(config_name)}; echo $? > exit"
     bodies = {
-        # The images have an older Python than lm_trainer needs: uv installs a newer one.
+        # The images have an older Python than lm_trainer requires, so uv installs a newer one.
         "install": f"""\
 set -euo pipefail
 python3 -m pip install --quiet --user uv
@@ -82,8 +83,8 @@ uv pip install --quiet --python venv/bin/python {constraints}{requirement}
         "running": """\
 [ -f pid ] && [ ! -f exit ] && kill -0 "$(cat pid)" 2> /dev/null
 """,
-        # Detached, to outlive the connection that started it. `trap`: SIGTERM goes to the entire group, and the shell
-        # has to survive it to write the exit code.
+        # The training is detached so that it outlives the connection that started it. `trap` is needed because SIGTERM
+        # goes to the entire process group, and the shell has to survive it to write the exit code.
         "start": f"""\
 if bash running.sh; then exit 0; fi
 rm -f exit
@@ -91,7 +92,7 @@ rm -f exit
 {exports}setsid nohup bash -c {shlex.quote(train)} > log 2>&1 < /dev/null &
 echo $! > pid
 """,
-        # Does not wait for the process to disappear: without a waiting parent it stays in the process table.
+        # `follow` also watches for the file `exit`: a process that no parent waits for stays in the process table.
         "follow": f"""\
 while [ ! -f exit ] && kill -0 "$(cat pid)" 2> /dev/null; do sleep 0.2; done &
 tail -s 0.2 -n "+$1" --pid=$! -F log 2> /dev/null

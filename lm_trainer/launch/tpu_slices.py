@@ -1,4 +1,4 @@
-"""TPU slices on Google Kubernetes Engine: node labels, topologies, chips per node.
+"""TPU slices on Google Kubernetes Engine: node labels, topologies and number of chips per node.
 
 Source: Google Kubernetes Engine documentation, "About TPUs in GKE" and "Plan TPUs in GKE".
 """
@@ -14,16 +14,16 @@ from lm_trainer.core.errors import UserError
 
 @dataclass(frozen=True)
 class TpuGeneration:
-    """A generation of TPUs."""
+    """Properties of a TPU generation."""
 
     label: str
     """Value of the node label `cloud.google.com/gke-tpu-accelerator`."""
     dimensions: int
-    """Number of sides of a topology."""
+    """Number of dimensions of a topology."""
     counted_per_chip: int
-    """Size units per chip: `v5p-128` has 64 chips, `v6e-16` has 16."""
+    """Number by which the size in a name counts each chip: `v5p-128` has 64 chips, and `v6e-16` has 16."""
     devices_per_chip: int = 1
-    """JAX devices per chip."""
+    """Number of JAX devices per chip."""
 
 
 GENERATIONS = {
@@ -35,16 +35,16 @@ GENERATIONS = {
 }
 _OTHER_NAMES = {"v5litepod": "v5e", "v7x": "tpu7x"}
 _USUAL_CHIPS = 4
-"""Chips per node, except in slices of a single node."""
+"""Number of chips per node, except in slices with a single node."""
 
 
 @dataclass(frozen=True)
 class TpuSlice:
-    """A slice: chips connected by one fast network."""
+    """A TPU slice: a set of chips connected by one fast network."""
 
     generation: TpuGeneration
     topology: tuple[int, ...]
-    """Chips along each dimension."""
+    """Number of chips along each dimension."""
     chips_per_node: int
 
     @property
@@ -62,12 +62,12 @@ class TpuSlice:
 
 
 def is_tpu(accelerator: str) -> bool:
-    """True for the name of a TPU, with or without a size: `v5p-128`, `v6e`."""
+    """Returns True for the name of a TPU with or without a size, such as `v5p-128` or `v6e`."""
     return _parse_generation_name(accelerator) in GENERATIONS
 
 
 def device_count(accelerator: str) -> int | None:
-    """Number of JAX devices of an accelerator with a size, such as `v5p-128`; None if unknown."""
+    """Returns the number of JAX devices of an accelerator with a size, such as `v5p-128`; None if unknown."""
     kind = GENERATIONS.get(_parse_generation_name(accelerator))
     chips = None if kind is None else _parse_num_chips(accelerator, kind)
     return None if kind is None or chips is None else chips * kind.devices_per_chip
@@ -79,15 +79,15 @@ def _parse_num_chips(accelerator: str, kind: TpuGeneration) -> int | None:
 
 
 def find_tpu_slice(accelerator: str, topology: str | None, chips_per_node: int | None) -> TpuSlice:
-    """Finds the slice for the options of a user.
+    """Finds the TPU slice that the given options describe.
 
     Args:
-        accelerator: the kind with a size (`v5p-128`), or without one (`v5p`) if a topology is given.
-        topology: sides such as `4x4x8`; None means the usual one of this size, the nearest to a cube.
-        chips_per_node: None means 4, or all chips of a slice of at most 8 that fits one machine.
+        accelerator: TPU generation with a size (`v5p-128`), or without one (`v5p`) if a topology is given.
+        topology: sides such as `4x4x8`; None selects the topology of this size that is nearest to a square or cube.
+        chips_per_node: number of chips per node; None means 4, or all chips if the slice fits one machine.
 
     Raises:
-        UserError: if the slice does not exist, or size and topology differ.
+        UserError: if no such slice exists, or the size does not match the topology.
     """
     kind = GENERATIONS[_parse_generation_name(accelerator)]
     chips = _parse_num_chips(accelerator, kind)
@@ -111,15 +111,16 @@ def find_tpu_slice(accelerator: str, topology: str | None, chips_per_node: int |
 
 
 def usual_topology(chips: int, dimensions: int) -> tuple[int, ...] | None:
-    """The topology nearest to a square or cube for a number of chips, its sides powers of 2 in ascending order.
+    """Returns the topology of a number of chips that is nearest to a square or cube.
 
     Returns:
-        The sides; None if no such topology exists, for example if the number is not a power of 2.
+        The sides, which are powers of 2, usually in ascending order; None if no such topology exists, for example if
+        the number of chips is not a power of 2.
     """
     if chips < 1 or chips & (chips - 1) or (dimensions == 3 and chips < _USUAL_CHIPS):
         return None
     if dimensions == 3 and chips == _USUAL_CHIPS:
-        # The chips of a single node form a plane.
+        # The four chips of a single node form a plane.
         return (2, 2, 1)
     power = chips.bit_length() - 1
     share, remainder = divmod(power, dimensions)

@@ -1,4 +1,4 @@
-"""Volumes of a pod, from `lmt launch k8s --volume SOURCE:/MOUNT`."""
+"""Parses the volumes of a pod, given by `lmt launch k8s --volume SOURCE:/MOUNT`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lm_trainer.core.errors import UserError
 
 @dataclass(frozen=True)
 class Volume:
-    """One volume, its mount, and the required pod annotations, as Kubernetes fields."""
+    """A volume, its mount, and the pod annotations that it requires, as Kubernetes fields."""
 
     source: Mapping[str, Any]
     mount: Mapping[str, Any]
@@ -20,11 +20,14 @@ class Volume:
 
 
 def parse_volumes(texts: Sequence[str]) -> tuple[Volume, ...]:
-    """Parses volumes: `CLAIM:/MOUNT` (a PersistentVolumeClaim), `gs://BUCKET:/MOUNT` (GKE's Cloud Storage FUSE driver)
-    or `/DIRECTORY:/MOUNT` (of the node).
+    """Parses the volumes of a pod.
+
+    Args:
+        texts: one text per volume: `CLAIM:/MOUNT` for a PersistentVolumeClaim, `gs://BUCKET:/MOUNT` for a bucket
+            mounted by the Cloud Storage FUSE driver of GKE, or `/DIRECTORY:/MOUNT` for a directory of the node.
 
     Raises:
-        UserError: for anything else.
+        UserError: if a text has another form.
     """
     return tuple(_parse_volume(text, f"volume-{index}") for index, text in enumerate(texts))
 

@@ -1,1 +1,1 @@
-"""HTML pages about one run, or a comparison of several."""
+"""HTML pages that describe one run or compare several runs."""

@@ -1,6 +1,6 @@
-"""Reduces the points of a curve without visible change.
+"""Reduces the number of points of a curve without a visible change.
 
-Shape letters: N points, B buckets.
+Shape letters: N is the number of points, B the number of buckets.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import numpy as np
 
 
 def downsample(x_N: np.ndarray, y_N: np.ndarray, max_points: int) -> tuple[np.ndarray, np.ndarray]:
-    """Keeps the minimum and maximum of each of many equal buckets, and the first and last point.
+    """Keeps the minimum and the maximum of each of many buckets of equal size, and the first and the last point.
 
-    No extreme is lost: a spike of a single step keeps its height.
+    No extreme value is lost: a spike of a single step keeps its height.
 
     Args:
-        x_N: increasing x values.
-        y_N: values; non-finite ones are dropped.
+        x_N: x values in ascending order.
+        y_N: y values. Points with a non-finite value are dropped.
         max_points: approximate number of points to keep.
     """
     is_finite = np.isfinite(y_N)
@@ -24,7 +24,7 @@ def downsample(x_N: np.ndarray, y_N: np.ndarray, max_points: int) -> tuple[np.nd
         return x_N, y_N
     buckets = max(max_points // 2, 1)
     size = -(-len(y_N) // buckets)
-    # Padded with the last value, which adds no extreme.
+    # Pads the last bucket with the last value, which adds no new extreme value.
     padded = np.concatenate([y_N, np.full(-len(y_N) % size, y_N[-1])]).reshape(-1, size)
     starts_B = np.arange(len(padded)) * size
     chosen = np.concatenate([[0], starts_B + padded.argmin(1), starts_B + padded.argmax(1), [len(y_N) - 1]])

@@ -1,4 +1,4 @@
-"""Curves of runs as image files, for a paper."""
+"""Draws the curves of runs to image files, for use in a paper."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from lm_trainer.report.page import GROUPS, POINTS
 from lm_trainer.report.run import ReportedRun
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a82", "#b3a300")
-"""A colour-blind safe palette (Okabe and Ito 2008)."""
+"""Colours that are also distinguishable with colour vision deficiency (Okabe and Ito 2008)."""
 _LEFT_OUT = "Everything else"
 
 
 def write_figures(runs: Sequence[ReportedRun], directory: Path) -> list[Path]:
-    """Draws every metric of the named groups, as `NAME.svg` and `NAME.png`.
+    """Draws every metric that belongs to a named group, and returns the paths of the files.
+
+    The files are `NAME.svg` and `NAME.png`, with `/` in the name of the metric replaced by `-`.
 
     Raises:
-        UserError: without matplotlib, or if files cannot be written.
+        UserError: if matplotlib is not installed, or the files cannot be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -55,5 +57,5 @@ def write_figures(runs: Sequence[ReportedRun], directory: Path) -> list[Path]:
 
 
 def _escape_dollars(name: str) -> str:
-    """Escapes a name for matplotlib, where dollar signs delimit formulas."""
+    """Escapes the dollar signs in a name, which delimit formulas in matplotlib."""
     return name.replace("$", r"\$")

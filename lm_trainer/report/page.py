@@ -1,4 +1,4 @@
-"""The page of `lmt report`: a self-contained HTML file."""
+"""Builds the page of `lmt report`, a self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lm_trainer.run.config.run_config import changed_keys
 from lm_trainer.trackers.token_page import render_token_page
 
 POINTS = 2000
-"""Points of a curve on the page."""
+"""Approximate maximum number of points of a curve on the page."""
 
 GROUPS = (
     ("Loss", r"train/loss|eval/(.+/)?(micro_|macro_)?loss"),
@@ -32,12 +32,12 @@ GROUPS = (
     ("Throughput", r"throughput/.*|memory/.*|goodput.*"),
     ("Everything else", r"(?!.*/\d+$)(?!(grads|params|updates|opt_state)/norm/.*/).*"),
 )
-"""Headings and the patterns of their metrics; the first match wins. Norms of single layers are only in
-metrics.jsonl."""
+"""Headings of the groups and patterns of the metrics in each group. The first group that matches is used. Norms of
+single layers are not shown; they are in metrics.jsonl."""
 
 
 def build_report_page(runs: Sequence[ReportedRun]) -> str:
-    """Writes the page of one run, or of several."""
+    """Builds the HTML page of one or several runs."""
     data = {
         "written": format_utc_now(),
         "runs": [_run_content(run) for run in runs],
@@ -83,7 +83,7 @@ def _run_content(run: ReportedRun) -> dict[str, Any]:
 
 
 def _data_rows(run: ReportedRun) -> list[list[Any]]:
-    """Rows of a table: set, tokens."""
+    """Returns the rows of the table of data sets: name of the set, number of tokens, remark."""
     data = run.facts.get("data", {})
     rows = [
         [name, cache["tokens"], "" if cache["complete"] else "so far"] for name, cache in data.get("caches", {}).items()
@@ -96,7 +96,10 @@ def _data_rows(run: ReportedRun) -> list[list[Any]]:
 
 
 def _throughput_rows(run: ReportedRun) -> list[list[Any]]:
-    """Rows of a table: figure, value; medians over the steps, and memory limits."""
+    """Returns the rows of the throughput table, each with a title and a value.
+
+    The values are medians over the steps, totals of all attempts, and peak memory.
+    """
     medians = {
         name: float(np.median(values[np.isfinite(values)]))
         for name, (_, values) in run.metrics.items()
@@ -136,17 +139,17 @@ def _chart_groups(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
         for index, run in enumerate(runs):
             if name in run.metrics:
                 x, y = downsample(*run.metrics[name], POINTS)
-                # Seven digits, more than a plot shows.
+                # Seven digits are more than a plot can show.
                 curves.append({"run": index, "x": x.tolist(), "y": [float(f"{value:.7g}") for value in y]})
         if any(curve["x"] for curve in curves):
             groups[title].append({"name": name, "curves": curves})
-    # The training loss first.
+    # The training loss comes first.
     groups["Loss"].sort(key=lambda chart: chart["name"] != "train/loss")
     return [{"title": title, "charts": charts} for title, charts in groups.items() if charts]
 
 
 def _compare_pair(first: ReportedRun, other: ReportedRun) -> dict[str, Any]:
-    """Differences of two runs: configuration, first step with different bits, tokens to the same loss."""
+    """Compares two runs: configurations, first step with different bits, and numbers of tokens for the same loss."""
     differences = changed_keys(first.identity, other.identity)
     content: dict[str, Any] = {
         "names": [first.name, other.name],
@@ -179,7 +182,7 @@ def _compare_pair(first: ReportedRun, other: ReportedRun) -> dict[str, Any]:
 
 
 def _token_page(runs: Sequence[ReportedRun]) -> dict[str, str] | None:
-    """The page of token probabilities, of at most the first two runs, and a note on omitted runs."""
+    """Returns the page with token probabilities of at most the first two runs, and a note if a run was left out."""
     histories = {run.name: run.tokens for run in runs[:2] if run.tokens is not None}
     if not histories:
         return None

@@ -1,6 +1,6 @@
-"""Reads a run from its directory; the run may be in progress, finished, or killed in the middle of a line.
+"""Reads a run from its directory. The run may be in progress, finished, or killed while it was writing a line.
 
-Shape letters: N points of a metric.
+Shape letters: N is the number of points of a metric.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from lm_trainer.trackers.jsonl import METRICS, SUMMARY, TEXTS
 from lm_trainer.trackers.token_page import TokenHistory
 
 _SECTIONS = ("model", "optimizer")
-"""Sections with several types: each is compared with the defaults of its type."""
+"""Configuration sections with several types. Each of them is compared with the defaults of its type."""
 
 
 @dataclass(frozen=True)
 class Alert:
-    """An alert of a run."""
+    """An alert that a run has logged."""
 
     step: int
     kind: str
@@ -41,7 +41,7 @@ class Alert:
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A run, with everything the page shows."""
+    """A run, with everything that the report page shows about it."""
 
     name: str
     path: Path
@@ -49,27 +49,29 @@ class ReportedRun:
     step: int
     steps: int | None
     changes: Mapping[str, Any]
-    """Dotted configuration key -> value, for non-default values."""
+    """Configuration values that differ from the defaults, by dotted key."""
     identity: Mapping[str, Any]
     """The part of the configuration that affects the numbers."""
     attempts: Sequence[Mapping[str, Any]]
-    """`step` at which each started, `time`, `devices`, `versions`, `program`."""
+    """Attempts at the run, each with the keys `step` (number of completed steps at its start), `time`, `devices`,
+    `versions`, `git` and `program`."""
     metrics: Mapping[str, tuple[np.ndarray, np.ndarray]]
-    """Name -> steps and values, [N] each; the last value of a repeated step."""
+    """Steps [N] and values [N] of each metric, by name. If a step was logged repeatedly, the last value is used."""
     alerts: Sequence[Alert]
     fingerprints: Sequence[tuple[int, str]]
     verifications: Sequence[Mapping[str, Any]]
-    """`time`, `equal`, number of recomputed `steps` and first `difference` of each `lmt verify`."""
+    """Results of `lmt verify`, each with the keys `time`, `equal`, `steps` (number of recomputed steps) and
+    `difference` (the first one)."""
     facts: Mapping[str, Any]
-    """`parameters`, `flops_per_token` and `data`, if the run recorded them."""
+    """The values of `parameters`, `flops_per_token` and `data`, if the run recorded them."""
     samples: Sequence[tuple[int, str]]
     tokens: TokenHistory | None
     gaps: Sequence[str]
-    """A line about each file with lost lines of metrics; unknown for a run with its checkpoints in a bucket."""
+    """Messages about files with lost lines, one per file; empty for a run with its checkpoints in a bucket."""
 
 
 def read_run(source: str) -> ReportedRun:
-    """Reads a run by its id, directory or the URL of its checkpoints.
+    """Reads a run, given its ID, its directory, or the URL of its checkpoints.
 
     Raises:
         UserError: if there is no such run, or it has not recorded anything yet.
@@ -103,13 +105,13 @@ def read_run(source: str) -> ReportedRun:
 
 
 def with_unique_names(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
-    """The runs, named by their paths if several have the same name."""
+    """Returns the runs, named by their paths if several of them have the same name."""
     names = [run.name for run in runs]
     return [replace(run, name=str(run.path)) if names.count(run.name) > 1 else run for run in runs]
 
 
 def _non_default_keys(config: RunConfig) -> dict[str, Any]:
-    """The keys with non-default values, and the type of sections with several types."""
+    """Returns the values that differ from the defaults, and the type of sections with several types, by dotted key."""
     dumped = config.model_dump(mode="json")
     plain = RunConfig().model_dump(mode="json")
     for name in _SECTIONS:
@@ -172,7 +174,7 @@ def _read_samples(file: Path) -> list[tuple[int, str]]:
 
 
 def _read_json_lines(file: Path) -> list[Any]:
-    """The records of a file, without incomplete lines."""
+    """Reads the records in a file, and skips incomplete lines."""
     records = []
     for line in file.read_bytes().split(b"\n") if file.is_file() else []:
         try:
@@ -199,5 +201,5 @@ def _read_json(file: Path, default: Any) -> Any:
 
 
 def format_utc_now() -> str:
-    """The time, in UTC."""
+    """Returns the current time in UTC, as text."""
     return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -1,6 +1,6 @@
-"""The ratio of tokens that two runs need for the same loss.
+"""Computes the ratio of the numbers of tokens that two runs need to reach the same loss.
 
-Shape letters: W windows of steps, R resamplings.
+Shape letters: W is the number of windows of steps, R the number of resamplings.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ _WINDOWS, _RESAMPLED = 40, 1000
 
 @dataclass(frozen=True)
 class TokenSavings:
-    """The comparison of two runs at a loss both reach."""
+    """Comparison of two runs at a loss that both of them reach."""
 
     loss: float
     """Training loss in nats per token: the higher one of the two final losses."""
     ratio: float
-    """Tokens of the run divided by tokens of the other run at that loss."""
+    """Number of tokens that the run needs to reach this loss, divided by the number that the other run needs."""
     compute: float | None
-    """FLOPs of the run divided by FLOPs of the other run at that loss; None if the FLOPs per token are unknown."""
+    """Number of FLOPs that the run needs to reach this loss, divided by the number that the other run needs; None if
+    the FLOPs per token are unknown."""
     interval: tuple[float, float]
-    """95 % interval of the ratio, from the noise of the loss within windows of steps."""
+    """95 % interval of `ratio`, estimated from the noise of the loss within windows of steps."""
 
 
 def compute_token_savings(run: ReportedRun, other: ReportedRun) -> TokenSavings | None:
-    """Compares the tokens that two runs need for the same training loss; None without enough data.
+    """Compares the numbers of tokens that two runs need to reach the same training loss; None without enough data.
 
-    Each curve is averaged over windows of steps, evenly spaced in log tokens, with standard errors of these means. The
-    target loss is the higher of the two final losses; the point at which a curve reaches it is interpolated in log
-    tokens. The interval comes from resampled curves with noise of these errors.
+    Each curve is averaged over windows of steps, which are evenly spaced in log tokens, and the standard error of each
+    mean is computed. The target loss is the higher one of the two final losses. The point at which a curve reaches it
+    is interpolated in log tokens. The interval comes from resampled curves, to which noise with these standard errors
+    is added.
     """
     curves = [_average_windows(item) for item in (run, other)]
     if any(curve is None for curve in curves):
@@ -44,7 +46,7 @@ def compute_token_savings(run: ReportedRun, other: ReportedRun) -> TokenSavings 
     rng = np.random.default_rng(0)
     ratios_R = []
     for index in range(_RESAMPLED + 1):
-        # The first curve has no noise.
+        # The first iteration adds no noise.
         scale = float(index > 0)
         a = _log_tokens_to_reach(x_W, mean_W + scale * error_W * rng.standard_normal(len(x_W)), loss)
         b = _log_tokens_to_reach(u_W, other_W + scale * noise_W * rng.standard_normal(len(u_W)), loss)
@@ -56,7 +58,7 @@ def compute_token_savings(run: ReportedRun, other: ReportedRun) -> TokenSavings 
 
 
 def _average_windows(run: ReportedRun) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Log tokens, mean losses and their standard errors, each of shape [W]."""
+    """Returns the log tokens, mean losses and their standard errors, each of shape [W]; None without enough data."""
     if LOSS not in run.metrics or TOKENS not in run.metrics:
         return None
     (steps, losses), (token_steps, tokens) = run.metrics[LOSS], run.metrics[TOKENS]
@@ -72,7 +74,8 @@ def _average_windows(run: ReportedRun) -> tuple[np.ndarray, np.ndarray, np.ndarr
     for window in range(_WINDOWS):
         values = losses[of == window]
         if len(values) >= 2:
-            # The loss decreases within a window too: differences of neighbours contain only the noise.
+            # The loss also decreases within a window, so the noise is estimated from the differences between adjacent
+            # steps.
             noise = np.std(np.diff(values)) / np.sqrt(2)
             rows.append((np.mean(tokens[of == window]), np.mean(values), noise / np.sqrt(len(values))))
     x, mean, error = (np.array(column) for column in zip(*rows, strict=True))
@@ -80,10 +83,10 @@ def _average_windows(run: ReportedRun) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 def _log_tokens_to_reach(x_W: np.ndarray, loss_W: np.ndarray, loss: float) -> float:
-    """Log tokens at which a curve, made monotonic, first reaches a loss."""
+    """Returns the log tokens at which a curve first reaches a loss, after making the curve monotonic."""
     falling = np.minimum.accumulate(loss_W)
     if falling[-1] > loss:
         return float(x_W[-1])
-    # np.interp needs increasing abscissae; drops equal ones.
+    # np.interp requires increasing x values, so points with equal values are dropped.
     keep = np.concatenate([[True], np.diff(falling) < 0])
     return float(np.interp(-loss, -falling[keep], x_W[keep]))

@@ -1,1 +1,1 @@
-"""Reproduction of a run: recomputes its steps, inspects them, and compares them with another run."""
+"""Reproduces a run: recomputes its steps, inspects them, and compares them with another run."""

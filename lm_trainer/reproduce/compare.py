@@ -1,4 +1,4 @@
-"""The first divergence of two runs and its likely causes, from their run directories."""
+"""Finds the first step at which two runs differ and the likely causes, from their run directories."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lm_trainer.run.files.environment import environment_differences
 
 @dataclass
 class Divergence:
-    """The first step whose numbers differ."""
+    """The first step at which the numbers of two runs differ."""
 
     step: int
     after: int | None
-    """The last earlier step both runs recorded, with equal numbers; None without one."""
+    """The last step before it that both runs recorded, with equal numbers; None if there is no such step."""
     values: dict[str, tuple[Any, Any]]
-    """Differing metrics by name, with the values of both runs; empty if only the checkpoints' parameters differ."""
+    """Values of both runs for each metric that differs, by name; empty if only the parameters in checkpoints differ."""
 
 
 @dataclass
@@ -31,28 +31,28 @@ class Comparison:
     a: str
     b: str
     common: int
-    """The number of steps both runs recorded."""
+    """Number of steps that both runs recorded."""
     last: int
-    """The last common step."""
+    """Last step that both runs recorded."""
     divergence: Divergence | None
     causes: dict[str, list[str]] = field(default_factory=dict)
-    """Differences that may affect the numbers, as `NAME: A -> B`, under `configuration`, `data` and `code and
-    packages`, in order of likelihood. If the runs are equal, they had no effect."""
+    """Differences that may affect the numbers, as `NAME: A -> B`, under the keys `configuration`, `data` and `code and
+    packages`, in order of likelihood. If the runs are equal, these differences had no effect."""
     harmless: list[str] = field(default_factory=list)
-    """Differences that do not affect the numbers: of the numbers of devices and processes."""
+    """Differences in the number of devices and of processes, which do not affect the numbers."""
     checkpoint: int | None = None
-    """The first step at which the parameters in the two runs' checkpoints differ."""
+    """First step at which the parameters in the checkpoints of the two runs differ."""
     parameters: list[str] = field(default_factory=list)
-    """Names of the differing parameters, in the order of the model."""
+    """Names of the parameters that differ, in the order of the model."""
     unchanged: int = 0
-    """The number of equal parameters at that step."""
+    """Number of parameters that are equal at step `checkpoint`."""
 
 
 def compare_runs(a: RunRecord, b: RunRecord) -> Comparison:
-    """Compares the steps both runs recorded, and their checkpoints of equal steps.
+    """Compares the steps that both runs recorded, and the checkpoints that both have of the same step.
 
     Raises:
-        UserError: if there is no common step.
+        UserError: if the runs have no step in common.
     """
     common = [step for step in a.computed if step in b.computed and _shared_metrics(a, b, step)]
     if not common:
@@ -72,7 +72,10 @@ def compare_runs(a: RunRecord, b: RunRecord) -> Comparison:
 
 
 def _shared_metrics(a: RunRecord, b: RunRecord, step: int) -> list[str]:
-    """The metrics of a step both runs recorded, and that cover the same steps in both."""
+    """Returns the names of the metrics of a step that both runs recorded and that can be compared.
+
+    Fingerprints can only be compared if they cover the same steps in both runs.
+    """
     alike = a.start == b.start or (a.covers_all_steps and b.covers_all_steps)
     return [name for name in a.computed[step] if name in b.computed[step] and (alike or name != "fingerprint")]
 
@@ -95,13 +98,13 @@ def _first_difference(a: RunRecord, b: RunRecord, common: list[int]) -> Divergen
 
 
 def _compare_checkpoints(a: RunRecord, b: RunRecord, result: Comparison) -> None:
-    # In order: the first differing checkpoints end the search.
+    # Compares the checkpoints in ascending order, and stops at the first ones that differ.
     for step in sorted({*a.checkpoint_steps()} & {*b.checkpoint_steps()}):
         x, y = (run.read_checkpoint(step).get("hashes", {}) for run in (a, b))
-        # Old checkpoints have no hashes to compare.
+        # Checkpoints of older versions contain no hashes to compare.
         differing = [name for name in {**x, **y} if x.get(name) != y.get(name)]
         if x and y and differing:
-            # If parameters differ earlier than any recorded metric, they are the first divergence.
+            # If parameters differ before any recorded metric does, they are the first divergence.
             result.checkpoint, result.parameters, result.unchanged = step, differing, len({**x, **y}) - len(differing)
             if result.divergence is None or step < result.divergence.step:
                 result.divergence = Divergence(step, max((s for s in a.computed if s < step), default=None), {})
@@ -109,10 +112,10 @@ def _compare_checkpoints(a: RunRecord, b: RunRecord, result: Comparison) -> None
 
 
 def _config_differences(a: RunRecord, b: RunRecord, step: int) -> list[str]:
-    """The differing keys, and the configuration changes up to the step."""
+    """Lists the keys that differ, and the configuration changes up to the step."""
     x, y = a.identity_at(step), b.identity_at(step)
-    # Compares in both directions, because one run's code may have keys the other lacks: only keys that differ both
-    # ways count.
+    # Compares in both directions, because the code of one run may have keys that the other code does not have. Only
+    # keys that differ in both directions count.
     forward, backward = (
         changed_keys(x, y, _load_config_or_none(b, step)),
         changed_keys(y, x, _load_config_or_none(a, step)),
@@ -130,12 +133,15 @@ def _config_differences(a: RunRecord, b: RunRecord, step: int) -> list[str]:
 def _load_config_or_none(run: RunRecord, step: int) -> Any:
     try:
         return run.load_config(step)
-    except UserError:  # a custom training loop, of which only the identity is recorded
+    except UserError:  # a run with a custom training loop records only its identity
         return None
 
 
 def _data_differences(a: RunRecord, b: RunRecord) -> list[str]:
-    """Differences of the data, from the first checkpoints at a common step, else the newest checkpoint of each run."""
+    """Lists the differences in the data.
+
+    Compares the first checkpoints that both runs have of the same step, or otherwise the newest checkpoint of each run.
+    """
     common = sorted({*a.checkpoint_steps()} & {*b.checkpoint_steps()})
     fingerprints = []
     for run in (a, b):

@@ -1,4 +1,4 @@
-"""Lost metrics of a run: lines recorded in its newest checkpoint, but missing from its directory."""
+"""Finds lost metrics of a run: lines that its newest checkpoint records, but that are missing from its directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lm_trainer.trackers.json_lines import parse_records
 from lm_trainer.trackers.series import Series, describe_gap, line_name
 
 Missing = dict[str, dict[str, list[int]]]
-"""File -> line name -> steps."""
+"""Steps of the missing lines, by file name and by name of the line."""
 
 
 @dataclass(frozen=True)
@@ -20,19 +20,19 @@ class LostMetrics:
     """The missing lines of a run."""
 
     step: int
-    """The step of the newest checkpoint, which records them."""
+    """Step of the newest checkpoint, which records the lines."""
     lines: Missing
 
     def describe_by_file(self, path: Path, run_id: str) -> list[str]:
-        """A readable line about each file of the run directory `path`."""
+        """Returns one message for each file with missing lines in the run directory `path`."""
         return [describe_gap(path / file, run_id, self.step, names) for file, names in self.lines.items()]
 
 
 def find_lost_metrics(path: Path, checkpoints: StoragePath) -> LostMetrics | None:
-    """Compares the files of a run directory with the lines recorded in the newest checkpoint.
+    """Compares the files in a run directory with the lines that the newest checkpoint records.
 
     Returns:
-        The missing lines; None if no checkpoint is readable, or its version recorded no lines.
+        The missing lines; None if there is no checkpoint, or if the newest one is not readable or records no lines.
     """
     saved = list_steps(checkpoints)
     try:

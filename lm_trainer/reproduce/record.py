@@ -1,4 +1,4 @@
-"""Record of a run: the files of its directory, opened read-only."""
+"""Record of a run, read from the files in its directory without changing them."""
 
 from __future__ import annotations
 
@@ -26,33 +26,34 @@ _COMPUTED = ("train/", "optim/", "data/loss_tokens", "fingerprint")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run directory, of a finished or running run."""
+    """The recorded facts and metrics of a run, which may be finished or in progress."""
 
     path: Path
     """Absolute path of the run directory."""
     id: str
     checkpoints: StoragePath
     identity: Mapping[str, Any]
-    """The part of the last configuration that affects the numbers."""
+    """The part of the newest configuration that affects the numbers."""
     changes: Sequence[Mapping[str, Any]]
-    """Configuration changes: `step`, `differences`, and `config_before`, the file with the previous configuration."""
+    """Configuration changes, each with the keys `step`, `differences`, and `config_before` (the file with the previous
+    configuration)."""
     attempts: Sequence[Mapping[str, Any]]
-    """The environments in which the run was computed, each starting at its `step`."""
+    """Environment of each attempt. The attempt starts after the number of steps in `step`."""
     steps: Mapping[int, Mapping[str, Any]]
-    """Metrics by number of steps done, in order; all lines of a step are merged."""
+    """Metrics by number of completed steps, in ascending order. All lines of a step are merged."""
 
     @classmethod
     def read(cls, run: str | Path) -> RunRecord:
-        """Reads a run by its id (in `logs`), its directory, or the URL of its checkpoints in a bucket.
+        """Reads a run, given its ID (in `logs`), its directory, or the URL of its checkpoints in a bucket.
 
         Raises:
-            UserError: if there is no such run, or it has not written any metrics.
+            UserError: if there is no such run, or if it has neither metrics nor checkpoints.
         """
         path = find_run(run)
         content, attempts = read_run_record(path), read_attempts(path)
         steps: dict[int, dict[str, Any]] = {}
         if (path / "metrics.jsonl").is_file():
-            # A step has several lines: metrics, evaluation, fingerprint of its checkpoint.
+            # A step may have several lines: metrics, evaluations, and the fingerprint of its checkpoint.
             for line in read_metrics(path):
                 steps.setdefault(line["step"], {}).update(line)
         checkpoints = find_checkpoints_of_run(path)
@@ -70,22 +71,31 @@ class RunRecord:
 
     @property
     def start(self) -> int:
-        """Steps done when the run began: 0, except for a run that continued another run's checkpoint."""
+        """Number of completed steps when the run began.
+
+        It is 0, unless the run continued a checkpoint of another run.
+        """
         return self.attempts[0]["step"]
 
     @property
     def first_chain(self) -> str:
-        """The hash of the steps before the run began: empty, except for a run that continued another run."""
+        """Hash of the steps before the run began. It is empty, unless the run continued another run."""
         return self.attempts[0].get("chain", "")
 
     @property
     def covers_all_steps(self) -> bool:
-        """True if fingerprints cover all steps from 0 on; in branches, older versions' fingerprints do not."""
+        """True if fingerprints cover all steps from 0 on.
+
+        This is not the case if an older version started the run from a checkpoint of another run.
+        """
         return not self.start or "chain" in self.attempts[0]
 
     @cached_property
     def computed(self) -> dict[int, dict[str, Any]]:
-        """The metrics of `steps` that do not depend on when and where they are computed, without empty steps."""
+        """The metrics in `steps` that do not depend on when and where they are computed.
+
+        Steps without any are left out.
+        """
         computed = {
             step: {name: value for name, value in metrics.items() if name.startswith(_COMPUTED)}
             for step, metrics in self.steps.items()
@@ -94,47 +104,47 @@ class RunRecord:
 
     @property
     def last(self) -> int:
-        """The last recorded step."""
+        """Last recorded step."""
         return max(self.computed, default=self.start)
 
     def checkpoint_steps(self) -> list[int]:
-        """The steps with a checkpoint at present; a running run replaces its temporary ones."""
+        """Lists the steps that currently have a checkpoint. A run in progress replaces its temporary checkpoints."""
         return list_steps(self.checkpoints)
 
     def read_checkpoint(self, step: int) -> dict[str, Any]:
-        """Reads the JSON of a checkpoint; empty if it is missing or unreadable."""
+        """Reads the JSON record of a checkpoint. Returns an empty dict if the checkpoint is missing or unreadable."""
         try:
             return read_record(self.checkpoints, step) if step in self.checkpoint_steps() else {}
         except CheckpointError:
             return {}
 
     def attempt_at(self, step: int) -> Mapping[str, Any]:
-        """The environment in which a step was computed; steps count from 1."""
-        # A step computed twice, after a crash, is recorded by the last attempt.
+        """Returns the environment in which a step (counted from 1) was computed."""
+        # If a step was computed twice because of a crash, the recorded metrics are from the last attempt.
         return next((a for a in reversed(self.attempts) if a["step"] < step), self.attempts[0])
 
     def last_reachable_step(self, start: int) -> int:
-        """The last step that can be computed from the checkpoint at `start` under one configuration."""
-        # Another configuration gives other numbers.
+        """Returns the last step that can be computed from the checkpoint of step `start` with one configuration."""
+        # A different configuration results in different numbers.
         later = [change["step"] for change in self.changes if change["step"] > start]
         return min(later, default=self.load_config(start + 1).trainer.num_train_steps)
 
     def identity_at(self, step: int) -> Mapping[str, Any]:
-        """The part of a step's configuration that affects the numbers."""
+        """Returns the part of the configuration of a step that affects the numbers."""
         earlier = any(step <= change["step"] for change in self.changes)
         return numeric_identity(self.load_config(step)) if earlier else self.identity
 
     @cached_property
     def root(self) -> Path:
-        """The directory in which the run was started, to which relative paths of its configuration refer."""
+        """The directory in which the run was started. Relative paths in its configuration refer to this directory."""
         return run_start_directory(self.path, self.load_config(self.last).trainer.log_dir)
 
     def load_config(self, step: int, overrides: Sequence[str] = ()) -> RunConfig:
         """Loads the configuration of a step.
 
         Args:
-            step: counted from 1.
-            overrides: settings that override it, of keys that do not affect the numbers.
+            step: the step, counted from 1.
+            overrides: settings `KEY=VALUE` that override the configuration. They must not affect the numbers.
 
         Raises:
             UserError: if the run used a custom training loop, or a setting would change its numbers.
@@ -144,10 +154,11 @@ class RunRecord:
                 f"{self.path}: this run was made with a loop of one's own, of which the directory knows neither model "
                 f"nor data; it cannot be computed again from there"
             )
-        # Each configuration change kept the previous file, which applies up to the step of the change.
+        # At each configuration change the previous file was kept. It applies up to and including the step of the
+        # change.
         name = next((change["config_before"] for change in self.changes if step <= change["step"]), "config.yaml")
         file = path_inside(self.path, name, self.path / "run.json")
-        # Without trackers, whose packages may not be installed on this machine.
+        # The trackers are removed, because their packages may not be installed on this machine.
         plain = self._load_config_file(file)
         if not overrides:
             return plain
@@ -162,5 +173,5 @@ class RunRecord:
 
 
 def is_bitwise_equal(a: Any, b: Any) -> bool:
-    """Returns True if two recorded values are equal, bit for bit; NaN equals NaN."""
+    """Returns True if two recorded values have the same bits. NaN equals NaN."""
     return a == b or (a != a and b != b)

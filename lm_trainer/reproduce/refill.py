@@ -1,4 +1,4 @@
-"""Recovery of lost metrics: recomputes them from the run's checkpoints, and restores them in its files."""
+"""Recovers lost metrics of a run: recomputes them from its checkpoints, and restores them in its files."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class RefillResult:
     """The result of `refill_metrics`."""
 
     lines: Missing
-    """Restored lines."""
+    """The lines that were restored."""
     left: Missing
-    """Lines that are still missing: custom texts and values of the user, which cannot be recomputed, and all lines
-    between two checkpoints with a configuration change in between."""
+    """The lines that are still missing: texts and values logged by user code, which cannot be recomputed, and all lines
+    between two checkpoints if the configuration changed in between."""
     proved: list[int]
-    """Checkpoints whose fingerprints were reproduced."""
+    """Steps of the checkpoints whose fingerprints were reproduced."""
 
 
 class _LineCollector:
-    """Collects lines as a run logs them: the part of `MetricLogger` that evaluations need."""
+    """Collects lines as a run would log them. Implements the part of `MetricLogger` that evaluations need."""
 
     def __init__(self) -> None:
         self.of_files: dict[str, list[dict[str, Any]]] = {METRICS: [], HISTOGRAMS: []}
@@ -65,10 +65,10 @@ class _LineCollector:
 
 
 def find_missing_lines(record: RunRecord) -> Missing:
-    """The lines recorded in the newest checkpoint, but missing from the run directory.
+    """Returns the lines that the newest checkpoint records, but that are missing from the run directory.
 
     Raises:
-        UserError: if the checkpoints have no record of lines.
+        UserError: if the newest checkpoint is not readable, or does not record lines.
     """
     lost = find_lost_metrics(record.path, record.checkpoints)
     if lost is None:
@@ -77,25 +77,26 @@ def find_missing_lines(record: RunRecord) -> Missing:
 
 
 def refill_metrics(record: RunRecord, *, overrides: Sequence[str] = (), progress: Progress) -> RefillResult:
-    """Recomputes missing lines of the run directory, and restores them; other lines stay unchanged.
+    """Recomputes the lines that are missing in the run directory, and inserts them. Other lines remain unchanged.
 
-    Computes steps from one checkpoint to the next, whose fingerprint proves that they are the run's.
+    Steps are computed from one checkpoint to the next. The fingerprint of the next checkpoint proves that the steps are
+    the same as in the run.
 
     Args:
         record: a run that is not in progress.
-        overrides: settings that do not affect the numbers.
-        progress: displays the phases.
+        overrides: settings `KEY=VALUE` that override the configuration and do not affect the numbers.
+        progress: shows the current phase.
 
     Raises:
-        UserError: if the run is in progress, or its steps are not reproduced here (then no file is written), or as
-            `open_rerun`.
+        UserError: if the run is in progress, if its steps cannot be reproduced here (no file is written in this case),
+            or as for `open_rerun`.
     """
     with lock_directory(record.path):
         missing = find_missing_lines(record)
         lines, proved = _LineCollector(), []
         for start, end in itertools.pairwise(sorted({record.start, *record.checkpoint_steps()})):
             steps_by_kind = _group_steps_by_kind(missing, start, end)
-            # After a configuration change, the numbers would differ.
+            # Skips ranges with a configuration change, because the numbers would differ.
             if steps_by_kind and end <= record.last_reachable_step(start):
                 with open_rerun(record, start, overrides=overrides, progress=progress) as recomputed_run:
                     _compute_lines(record, recomputed_run, end, steps_by_kind, lines, progress)
@@ -110,7 +111,7 @@ def refill_metrics(record: RunRecord, *, overrides: Sequence[str] = (), progress
 
 
 def _line_kind(name: str, file: str = METRICS) -> int | None:
-    """The kind of a line; None if it cannot be recomputed."""
+    """Returns the kind of a line, or None if the line cannot be recomputed."""
     if name == "fingerprint":
         return _FINGERPRINT
     kind = next((kind for beginning, kind in _BEGINNINGS.items() if name.startswith(beginning)), None)
@@ -118,7 +119,7 @@ def _line_kind(name: str, file: str = METRICS) -> int | None:
 
 
 def _group_steps_by_kind(missing: Missing, start: int, end: int) -> dict[int, set[int]]:
-    """The steps after `start` and up to `end` with missing lines that can be recomputed, by kind."""
+    """Returns the steps with missing lines that can be recomputed, after `start` and up to `end`, by kind of line."""
     steps_by_kind: dict[int, set[int]] = {}
     for file, names in missing.items():
         for name, steps in names.items():
@@ -136,7 +137,7 @@ def _compute_lines(
     lines: _LineCollector,
     progress: Progress,
 ) -> None:
-    """Computes the steps up to a checkpoint, and their missing lines."""
+    """Computes the steps up to the checkpoint of step `end`, and adds the missing lines of these steps to `lines`."""
     program, config = recomputed_run.run.setup, recomputed_run.run.config
     watcher = Watcher(record.load_config(end).trainer.watch, program.sharding, program.model.axes)
     evaluations = _build_evaluations(recomputed_run, lines)
@@ -170,7 +171,7 @@ def _build_evaluations(recomputed_run: Rerun, lines: _LineCollector) -> Evaluati
 
 
 def _insert_lines(record: RunRecord, file: str, new_lines: Iterable[Mapping[str, Any]]) -> None:
-    """Inserts lines into a file, in the order in which a run logs the lines of a step."""
+    """Inserts lines into a file, such that the lines of each step have the order in which a run logs them."""
     by_step: dict[int, list[tuple[int, bytes]]] = {}
     for line, content in _parse_file(record, file):
         by_step.setdefault(line["step"], []).append((_line_kind(line_name(line)) or 0, content))

@@ -1,4 +1,4 @@
-"""Recomputes one step of a run, and observes its gradients, norms and token losses."""
+"""Recomputes one step of a run, and reports its gradients, norms and token losses."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ class Norms:
     """L2 norms of one parameter."""
 
     gradient: float
-    """The norm of the gradient of the mean loss, before clipping."""
+    """Norm of the gradient of the mean loss, before clipping."""
     update: float
-    """The norm of the step's update."""
+    """Norm of the update in this step."""
     parameter: float
-    """The norm of the parameter after the step."""
+    """Norm of the parameter after the step."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A step as recorded and as recomputed."""
+    """Recorded and recomputed values of a step."""
 
     step: int
     """The step, counted from 1."""
     start: int
-    """Number of steps at the checkpoint (or start) from which it was recomputed."""
+    """Number of completed steps at the checkpoint, or at the start of the run, from which the step was recomputed."""
     recorded: dict[str, Any]
-    """The recorded metrics of the step; empty if none were recorded."""
+    """Recorded metrics of the step; empty if there are none."""
     now: dict[str, float]
     norms: dict[str, Norms]
-    """Norms by parameter, in the order of the model."""
+    """Norms of each parameter by name, in the order of the model."""
     tokens: list[HardToken]
-    """The tokens of the batch with the highest losses, without dropout, at the weights before the step."""
+    """Tokens of the batch with the highest losses, computed without dropout and with the weights before the step."""
     rows: list[RowDocuments]
-    """The batch's documents."""
+    """Documents in each row of the batch."""
     gradients: Path | None
-    """The file with the gradients; None if they were not written."""
+    """Path of the file with the gradients; None if they were not written."""
 
     def source_of_token(self, token: HardToken) -> str:
-        """The source of the document that contains a token."""
+        """Returns the source of the document that contains a token."""
         passages, left = self.rows[token.row].passages, token.position
         for passage in passages:
             if left < passage.tokens:
@@ -67,12 +67,12 @@ class Replay:
 
     @property
     def applied(self) -> bool:
-        """True if the weights were updated: False for a step with non-finite loss or gradient."""
+        """True if the weights were updated. They are not updated if the loss or the gradient norm is not finite."""
         return math.isfinite(self.now["train/loss"]) and math.isfinite(self.now["optim/grad_norm"])
 
 
 class _StepObserver:
-    """Step observer that stores the gradients and measures norms by parameter."""
+    """Step observer that stores the gradients and measures the norms of each parameter."""
 
     def __init__(self, recomputed_run: Rerun):
         program = recomputed_run.run.setup
@@ -109,19 +109,19 @@ def replay_step(
     overrides: Sequence[str] = (),
     progress: Progress,
 ) -> Replay:
-    """Recomputes a step from the nearest earlier checkpoint, and observes it.
+    """Recomputes a step from the nearest earlier checkpoint, and returns what was observed.
 
     Args:
         record: the run.
-        step: the step as in metrics.jsonl, counted from 1.
+        step: number of the step in metrics.jsonl, counted from 1.
         top_k: number of tokens to report.
-        dump_grads: directory for `gradients-N.safetensors`, with one array per parameter: the gradient of the mean
-            loss, before clipping, in float32.
-        overrides: settings that change no number.
-        progress: shows the phases.
+        dump_grads: directory for the file `gradients-N.safetensors`, where N is the step. The file contains one float32
+            array per parameter, the gradient of the mean loss before clipping. None writes no file.
+        overrides: settings `KEY=VALUE` that override the configuration and do not affect the numbers.
+        progress: shows the current phase.
 
     Raises:
-        UserError: if the run has no such step, or as `open_rerun`.
+        UserError: if the run has no such step, or as for `open_rerun`.
         MachineError: if the gradients cannot be written.
     """
     start = _nearest_checkpoint_step(record, step)
@@ -132,7 +132,7 @@ def replay_step(
             recomputed_run.run_step()
         data, config, batch = recomputed_run.run.data, recomputed_run.run.config, recomputed_run.next_batch()
         progress.phase("losses of the tokens")
-        # Before the step, which donates the state.
+        # The losses are computed before the step, because the step donates the state.
         losses = compute_token_losses(recomputed_run.run.setup, config, recomputed_run.state, batch)
         observer = _StepObserver(recomputed_run)
         recomputed_metrics = recomputed_run.run_step(observer)
@@ -165,12 +165,13 @@ def _nearest_checkpoint_step(record: RunRecord, step: int) -> int:
 def _write_gradients(file: Path, observer: _StepObserver) -> Path:
     from safetensors.numpy import save_file
 
-    # The step provides the sum over all tokens, which the update divides by their weight.
+    # The step provides the sum of the gradients over all tokens, which the optimizer update divides by the total
+    # weight.
     sums, weight = to_host(observer.grads), np.float32(observer.weight or math.inf)
     mean = {name: np.asarray(x, np.float32) / weight for name, x in sums.items()}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        # safetensors writes raw memory and ignores strides.
+        # safetensors writes raw memory and ignores strides, so the arrays must be contiguous.
         save_file({name: np.ascontiguousarray(x) for name, x in mean.items()}, file)
     except OSError as error:
         raise MachineError(f"{file}: cannot be written ({error.strerror or error})") from error

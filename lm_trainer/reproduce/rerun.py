@@ -1,4 +1,4 @@
-"""Recomputation of a run from one of its checkpoints: a resume in a scratch directory."""
+"""Recomputes a run from one of its checkpoints, by resuming it in a temporary directory."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Rerun:
 
     Attributes:
         state: training state after the last step.
-        batch: this process's rows of the next step, once `next_batch` has read them; else None.
-        program: the hash of the compiled program; None before the first step.
+        batch: rows of this process in the next step; None until `next_batch` has read them.
+        program: hash of the compiled program; None before the first step.
     """
 
     def __init__(self, run: PreparedRun, start: int, chain: str | None):
@@ -52,13 +52,13 @@ class Rerun:
             raise UserError(
                 f"the checkpoint of step {start} cannot be used: it is damaged, or the run has replaced it meanwhile"
             )
-        # Without checkpoints to save, a signal need not wait for the end of a step.
+        # There are no checkpoints to save, so a signal does not have to wait for the end of a step.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._batches = run.batches()
 
     def next_batch(self) -> Batch:
-        """Reads the batch of the next step; repeated calls return the same batch until the step is done."""
+        """Reads the batch of the next step. Repeated calls return the same batch until `run_step` has used it."""
         if self.batch is None:
             self.batch = next(self._batches, None)
         if self.batch is None:
@@ -66,7 +66,7 @@ class Rerun:
         return self.batch
 
     def run_step(self, observer: Observer | None = None) -> dict[str, float]:
-        """Runs one step, and returns the metrics a run records for it."""
+        """Runs one step, and returns the metrics that a run records for it."""
         batch, step_index, program = self.next_batch(), self.state.step, self.run.setup
         if not program.step.is_compiled(step_index):
             self.run.attempt.progress.phase("compiling the training step")
@@ -79,47 +79,47 @@ class Rerun:
         return step_metrics(values, program.learning_rate(step_index))
 
     def compute_hashes(self) -> dict[str, str]:
-        """The hash of each parameter, by name."""
+        """Computes the hash of each parameter, by name."""
         return compute_hashes(self.state.params)
 
     def compute_fingerprint(self) -> str | None:
-        """The fingerprint the run should have recorded at this step; None if the checkpoint has no hash chain."""
+        """Computes the fingerprint that the run should have at this step; None if the checkpoint has no hash chain."""
         return None if self._chain is None else compute_fingerprint(self._chain, self.compute_hashes())
 
     def compute_checksums(self) -> dict[str, int]:
-        """The checksum of every array in a checkpoint of this state, by name."""
+        """Computes the checksum of every array that a checkpoint of this state would contain, by name."""
         return compute_checksums(arrays_to_save(self.state, self.run.setup))
 
 
 @contextlib.contextmanager
 def open_rerun(record: RunRecord, start: int, *, overrides: Sequence[str] = (), progress: Progress) -> Iterator[Rerun]:
-    """Resumes a run after `start` steps, at a checkpoint or at its start, without modifying it.
+    """Resumes a run after `start` steps, from a checkpoint or from its start, without modifying it.
 
-    Uses the devices of this machine; their number and the sharding may differ from the run's.
+    Uses the devices of this machine. Their number and the sharding may differ from those in the run.
 
     Raises:
-        UserError: if the checkpoint or the data are gone, or the devices do not fit.
+        UserError: if the checkpoint or the data no longer exist, or the configuration does not fit the devices.
     """
     with tempfile.TemporaryDirectory(prefix="lmt-") as scratch, contextlib.chdir(record.root):
         config = _isolate_config(record.load_config(start + 1, overrides), Path(scratch), record.id)
         configure_as_recorded(
             record, config.trainer, start + 1
-        )  # before reading a checkpoint, which starts the backends
+        )  # before a checkpoint is read, which starts the backends
         saved = record.read_checkpoint(start)
         if start in record.checkpoint_steps():
             config = _link_checkpoint(config, record.checkpoints, start, Path(scratch) / "checkpoints" / record.id)
-        # Allows a configuration change at exactly this step, as the user did.
+        # If the user changed the configuration at exactly this step, allows the change here too.
         changed = any(change["step"] == start for change in record.changes)
-        # Old checkpoints have no hash chain.
+        # Checkpoints of older versions contain no hash chain.
         chain = saved.get("chain") if saved else record.first_chain
         with prepare_run(config, name=record.id, progress=progress, allow_config_change=changed) as run:
             yield Rerun(run, start, chain)
 
 
 def configure_as_recorded(record: RunRecord, trainer: TrainerConfig, step: int) -> None:
-    """Configures JAX as in the attempt at `step`.
+    """Configures JAX as in the attempt that computed `step`.
 
-    Call it before JAX's backends start, which reading a checkpoint does.
+    Must be called before the backends of JAX start. Reading a checkpoint starts them.
     """
     configure_jax(
         trainer.jax_config,
@@ -129,7 +129,7 @@ def configure_as_recorded(record: RunRecord, trainer: TrainerConfig, step: int) 
 
 
 def _isolate_config(config: RunConfig, scratch: Path, name: str) -> RunConfig:
-    """The configuration with all outputs and reports disabled or redirected to the scratch directory."""
+    """Returns the configuration with all outputs disabled or redirected to the temporary directory `scratch`."""
     checkpointer = CheckpointerConfig(
         base_path=str(scratch / "checkpoints"), save_interval=timedelta(days=9999), keep=()
     )
@@ -145,7 +145,8 @@ def _isolate_config(config: RunConfig, scratch: Path, name: str) -> RunConfig:
         "log_jaxprs": False,
         "log_xla_hlo": False,
         "shutdown_at_exit": False,
-        # One process, even if the run had several: elastic determinism gives the same bits.
+        # Uses one process even if the run had several: the results do not depend on the number of devices and
+        # processes.
         "distributed": DistributedConfig(initialize_jax_distributed=False),
         "replica_ici_axis_size": 1,
         "replica_dcn_axis_size": 1,
@@ -154,7 +155,10 @@ def _isolate_config(config: RunConfig, scratch: Path, name: str) -> RunConfig:
 
 
 def _link_checkpoint(config: RunConfig, checkpoints: StoragePath, step: int, scratch: Path) -> RunConfig:
-    """Links one checkpoint of the run, which may be large, into the scratch run, or passes its URL."""
+    """Makes the run in the temporary directory resume from a checkpoint, by a symbolic link or by the URL of a bucket.
+
+    The checkpoint is not copied, because it may be large.
+    """
     if isinstance(checkpoints, Bucket):
         trainer = config.trainer.model_copy(update={"load_checkpoint_path": str(checkpoints / step)})
         return config.model_copy(update={"trainer": trainer})
@@ -170,7 +174,7 @@ def _link_checkpoint(config: RunConfig, checkpoints: StoragePath, step: int, scr
 
 
 class QuietProgress(Progress):
-    """Progress without the notes of a run, which are not of interest in a recomputation."""
+    """Progress display that drops the notes of a run, which are not of interest when it is recomputed."""
 
     def note(self, text: str) -> None:
         del text

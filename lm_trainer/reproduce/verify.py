@@ -1,4 +1,4 @@
-"""Verification of a run: recomputes random segments, and compares them bit for bit."""
+"""Verifies a run: recomputes random segments of it, and compares them bit for bit."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from lm_trainer.trackers import Progress
 from lm_trainer.trackers.jsonl import encode_non_finite
 
 VERIFIED = "verified.jsonl"
-"""File in the run directory, with one line per verification."""
+"""Name of the file in the run directory that contains one line per verification."""
 
 
 class Difference(NamedTuple):
-    """The first divergence of a run and its recomputation."""
+    """The first difference between a run and its recomputation."""
 
     step: int
     what: str
-    """The metric, or the parameters or other arrays of the checkpoint by name."""
+    """Name of the metric, of the parameters, or of another array in the checkpoint."""
     recorded: Any
     now: Any
 
 
 @dataclass
 class Segment:
-    """Recomputed steps, from one checkpoint (or the start) to the next."""
+    """A range of steps to recompute, from one checkpoint (or the start of the run) up to the next one."""
 
     start: int
-    """Number of steps done at its beginning."""
+    """Number of completed steps at the beginning of the segment."""
     end: int
     steps: int = 0
-    """The number of steps with recorded metrics to compare with."""
+    """Number of recomputed steps that could be compared with recorded metrics."""
     fingerprints: int = 0
-    """The number of compared fingerprints."""
+    """Number of fingerprints that were compared."""
     difference: Difference | None = None
     notes: list[str] = field(default_factory=list)
 
 
 def find_segments(record: RunRecord, max_steps: int | None = None) -> list[Segment]:
-    """Lists the segments that can be recomputed: between checkpoints, from the start, and after the newest.
+    """Lists the segments that can be recomputed: from the start, between checkpoints, and after the newest checkpoint.
 
     Args:
         record: the run.
@@ -60,7 +60,8 @@ def find_segments(record: RunRecord, max_steps: int | None = None) -> list[Segme
     saved = record.checkpoint_steps()
     segments = []
     for start in sorted({record.start, *saved}):
-        # Up to the next checkpoint, to compare its arrays too; never past a configuration change.
+        # A segment extends to the next checkpoint, to compare its arrays as well, but never past a configuration
+        # change.
         end = min((step for step in saved if step > start), default=record.last)
         end = min(end, start + max_steps if max_steps else end, record.last_reachable_step(start))
         if any(start < step <= end for step in record.computed):
@@ -73,14 +74,14 @@ def find_segments(record: RunRecord, max_steps: int | None = None) -> list[Segme
 
 
 def choose_segments(segments: Sequence[Segment], count: int, seed: int) -> list[Segment]:
-    """Chooses `count` random segments, in order; or all of them."""
+    """Chooses `count` random segments, or all of them if there are fewer, and returns them in order."""
     chosen = random.Random(seed).sample(range(len(segments)), min(count, len(segments)))
     return [segments[index] for index in sorted(chosen)]
 
 
 def environment_changes(record: RunRecord, chosen: Sequence[Segment], overrides: Sequence[str] = ()) -> list[str]:
-    """Differences between this environment and the segments' environments that may change bits."""
-    # First: sets the run's number of XLA threads, which is part of the environment.
+    """Lists how this environment differs from the environments of the segments, if this may affect the results."""
+    # This comes first, because it sets the number of XLA threads, which is a part of the environment.
     configure_as_recorded(record, record.load_config(record.last, overrides).trainer, record.last)
     current = describe_environment()
     changes = [
@@ -92,10 +93,10 @@ def environment_changes(record: RunRecord, chosen: Sequence[Segment], overrides:
 def verify_segment(
     record: RunRecord, segment: Segment, *, overrides: Sequence[str] = (), progress: Progress
 ) -> Segment:
-    """Recomputes a segment up to the first difference, and stores the result in it.
+    """Recomputes a segment up to the first difference, stores the result in the segment, and returns it.
 
     Raises:
-        UserError: as `open_rerun`.
+        UserError: as for `open_rerun`.
     """
     with open_rerun(record, segment.start, overrides=overrides, progress=progress) as recomputed_run:
         while segment.difference is None and recomputed_run.state.step < segment.end:
@@ -108,7 +109,10 @@ def verify_segment(
 
 
 def _note_other_program(record: RunRecord, segment: Segment, recomputed_run: Rerun) -> list[str]:
-    """Notes a program that differs from the run's; with another microbatch size it differs by design."""
+    """Returns a note if the compiled program differs from the one in the run.
+
+    With a different microbatch size the program always differs, so there is no note in this case.
+    """
     recorded = record.attempt_at(segment.end)
     rows = recomputed_run.run.setup.step.plans.at(segment.start).rows
     if recorded.get("rows") != rows or recorded.get("program") in (None, recomputed_run.program):
@@ -135,7 +139,7 @@ def _compare_step(record: RunRecord, segment: Segment, recomputed_run: Rerun) ->
 
 
 def _compare_arrays(record: RunRecord, recomputed_run: Rerun) -> Difference | None:
-    """Compares the remaining arrays of the checkpoint: the optimizer state."""
+    """Compares all arrays of the checkpoint, which include the optimizer state."""
     saved, digests = (
         record.read_checkpoint(recomputed_run.state.step).get("digests", {}),
         recomputed_run.compute_checksums(),
@@ -145,14 +149,14 @@ def _compare_arrays(record: RunRecord, recomputed_run: Rerun) -> Difference | No
 
 
 def find_differing_names(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """The common names with different values, in the order of `b`."""
+    """Returns the names that are in both mappings with different values, in the order of `b`."""
     return [name for name in b if name in a and a[name] != b[name]]
 
 
 def verify_segments(
     record: RunRecord, chosen: Sequence[Segment], *, overrides: Sequence[str] = (), progress: Progress
 ) -> Iterator[Segment]:
-    """Verifies segments in order until one differs, and yields each."""
+    """Verifies segments in order until one of them differs, and yields each verified segment."""
     for segment in chosen:
         yield verify_segment(record, segment, overrides=overrides, progress=progress)
         if segment.difference:
@@ -160,12 +164,14 @@ def verify_segments(
 
 
 def append_result(record: RunRecord, segments: Sequence[Segment], seed: int) -> bool:
-    """Appends the result as a line to `verified.jsonl` in the run directory; False if it cannot be written.
+    """Appends the result as a line to `verified.jsonl` in the run directory.
+
+    Returns False if the file cannot be written.
 
     Args:
         record: the run.
         segments: the recomputed segments, in order.
-        seed: the seed of the random choice.
+        seed: seed with which the segments were chosen.
     """
     line = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -1,4 +1,4 @@
-"""Building a configuration's program without a run: for `--dry-run`, plans and benchmarks."""
+"""Builds the model and the training step of a configuration without a run, for `--dry-run`, plans and benchmarks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ _EMBEDDED = "note: data names no text (train_urls, id or source), so the sources
 
 
 def dry_run(config: RunConfig, *, name: str) -> list[str]:
-    """Describes the run `train` would start, in lines of text, without writing files, reading text or device memory.
+    """Describes the run that `train` would start, in lines of text.
+
+    Does not write files, read text or use device memory.
 
     Raises:
-        UserError: if the devices, the sharding rules or the initial Hugging Face checkpoint do not fit, a file or the
-            tokenizer is missing, or the requested attention backend is not available here.
+        UserError: if the configuration does not fit the devices, the sharding rules or the initial Hugging Face
+            checkpoint, if a file or the tokenizer is missing, or if the requested attention backend is not available
+            here.
     """
     run = choose_run_id(config, name)
     start = find_hf_start(config, run)
@@ -54,21 +57,21 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
 
 
 def check_attention_backend(config: RunConfig, vocab_size: int, platform: str) -> None:
-    """Raises UserError if `model.attn_backend` is not available on a platform (`cpu`, `gpu`, `tpu`)."""
+    """Raises `UserError` if `model.attn_backend` is not available on a platform (`cpu`, `gpu` or `tpu`)."""
     seq_len, trainer = config.model.seq_len, config.trainer
     metadata = AttentionMetadata(platform, trainer.mp.compute_dtype, seq_len // trainer.context_axis_size, seq_len)
     check_backends(config.model.spec(vocab_size).blocks, metadata)
 
 
 def configure_and_build_setup(config: RunConfig, vocab_size: int | None = None) -> tuple[TrainingSetup, int]:
-    """Configures JAX, and returns the program of a configuration and its vocabulary size.
+    """Configures JAX, and returns the training setup of a configuration and its vocabulary size.
 
     Args:
         config: configuration of the run.
-        vocab_size: rows of the token embedding; None means the result of `find_vocabulary`.
+        vocab_size: number of rows of the token embedding; None determines it with `find_vocabulary`.
 
     Raises:
-        UserError: if the devices or the sharding rules do not fit, or as in `find_vocabulary`.
+        UserError: if the configuration does not fit the devices or the sharding rules, or as for `find_vocabulary`.
     """
     trainer = config.trainer
     configure_jax(trainer.jax_config, trainer.jax_compilation_cache_dir, trainer.cpu_threads)

@@ -1,4 +1,4 @@
-"""A sample from the model at the end of its run."""
+"""Draws a sample from the model at the end of a run."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from lm_trainer.step.state.train_state import TrainState
 
 
 def draw_sample(config: RunConfig, setup: TrainingSetup, data: Data, state: TrainState) -> str:
-    """Returns a prompt and its continuation. Without `sample_prompt`, the prompt is the start of a held-out document,
-    or of the training text if no text is held out.
+    """Returns a prompt and its continuation by the model.
+
+    Without `sample_prompt`, the prompt is the start of a held-out document, or of the training text if there is no
+    held-out text.
     """
     sets = list(data.validation().values())
     rows = next(iter(sets[0].batches(1, rows=range(1)))) if sets else next(data.train(1, rows=range(1), num_steps=1))
     if rows.features is not None:
         return _sample_transcription(setup, data, state, rows)
     if (text := config.trainer.sample_prompt) is not None:
-        # Truncate a prompt that fills the context, so that a finished run does not fail because of its sample.
+        # Truncates a prompt that fills the context, so that a finished run does not fail because of its sample.
         prompt = encode_prompt(data.tokenizer, text)[-(config.model.seq_len // 2) :]
     else:
         prompt = [int(token) for token in rows.tokens[0, : min(32, config.model.seq_len // 4)]]
@@ -49,10 +51,10 @@ def draw_sample(config: RunConfig, setup: TrainingSetup, data: Data, state: Trai
 
 
 def _sample_transcription(setup: TrainingSetup, data: Data, state: TrainState, row: Batch) -> str:
-    """Returns the transcript of a recording, and the model's transcription of it."""
+    """Returns the reference transcript of a recording, and the model's transcription."""
     weights = list(setup.weights_to_evaluate(state).values())[-1]
     model: Any = setup.model.merge(gather_full_params(setup, weights))
-    # The prompt is the tokens before the first one with a loss weight.
+    # The prompt consists of the tokens before the first target with a loss weight.
     count = int(np.argmax(row.weights[0] > 0)) + 1
     ids, eos_id = row.tokens[0][row.segments[0] >= 0].tolist(), data.tokenizer.eos_id
     rules = SpeechRules(start_id=ids[0], eos_id=eos_id)

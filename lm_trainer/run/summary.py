@@ -1,4 +1,4 @@
-"""Summary for the user at the end of a run: results, file locations, and next commands."""
+"""Summary for the user at the end of a run, with the results, the locations of files, and commands to run next."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from lm_trainer.core.bucket import StoragePath
 
 _PROMPT_CHARS = 24
-"""Characters of the sample's prompt suggested as a prompt for `lmt generate`."""
+"""Maximum number of characters of the sample's prompt that are suggested as a prompt for `lmt generate`."""
 
 
 @dataclass
@@ -23,21 +23,21 @@ class Summary:
     checkpoints: StoragePath
     step: int
     train_loss: float = math.nan
-    """Loss of the last step of this attempt, in nats per token; NaN if the run was already complete."""
+    """Loss of the last step in this attempt, in nats per token; NaN if the run was already complete."""
     eval_losses: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
-    """Wall time of this attempt, in seconds."""
+    """Wall-clock time of this attempt in seconds."""
     sample: str | None = None
     """A prompt and the model's continuation, or the transcript of a recording and the model's transcription."""
     takes_audio: bool = False
-    """True for a speech model, which transcribes audio and does not continue text."""
+    """True for a speech model, which transcribes audio instead of continuing text."""
     exports: bool = True
     """True if the model can be exported to the format of transformers."""
     gaps: Sequence[str] = ()
-    """A line for each metrics file with missing steps."""
+    """Messages about metrics files with missing steps, one per file."""
 
     def lines(self) -> list[str]:
-        """Returns the lines to print: results, file locations, and next commands."""
+        """Returns the lines to print: the results, the locations of files, and commands to run next."""
         if math.isnan(self.train_loss) and not self.eval_losses:
             complete = "has all its steps, but not all their metrics" if self.gaps else "was complete already"
             result = [f"run {self.name} {complete}, after step {self.step}"]
@@ -59,7 +59,7 @@ class Summary:
         ]
 
     def _next_commands(self) -> Iterator[str]:
-        """Yields commands that work as written, except for the placeholder of an audio file."""
+        """Yields commands that can be run as they are, except for the placeholder of an audio file."""
         run = self.name if self.run_dir.parent.absolute() == Path("logs").absolute() else shlex.quote(str(self.run_dir))
         text = (self.sample or "").partition("⟫")[0]
         start = next((line.strip() for line in text.splitlines() if line.strip()), "The")[:_PROMPT_CHARS]

@@ -1,4 +1,4 @@
-"""`lmt train`: a run from its configuration to its summary."""
+"""Implements `lmt train`: performs a run, from its configuration to its summary."""
 
 from __future__ import annotations
 
@@ -48,17 +48,19 @@ from lm_trainer.trackers import Progress
 
 
 def train(config: RunConfig, *, name: str, progress: Progress, allow_config_change: bool = False) -> Summary:
-    """Trains to `trainer.num_train_steps`, resuming from the run's newest checkpoint if one exists.
+    """Trains until `trainer.num_train_steps`, and resumes from the newest checkpoint of the run if there is one.
 
     Args:
         config: configuration of the run.
-        name: default name of the run, if neither the configuration nor the environment sets one.
-        progress: progress display at the terminal.
-        allow_config_change: continue a run started with another configuration or other data.
+        name: name of the configuration, which is used for the run ID if neither the configuration nor the environment
+            sets one.
+        progress: progress display in the terminal.
+        allow_config_change: continue a run that was started with another configuration or other data.
 
     Raises:
-        UserError: for anything the user can fix; among them `Preempted` after a stop signal, with everything saved,
-            `NonFiniteError` for a non-finite loss, and `MachineError` for problems such as a full disk.
+        UserError: for anything that the user can fix. Its subclasses are `Preempted` after a stop signal, once
+            everything is saved, `NonFiniteError` for a non-finite loss, and `MachineError` for problems such as a full
+            disk.
     """
     started = time.monotonic()
     with ExitStack() as stack:
@@ -88,7 +90,7 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
 
         state = train_to_end(loop, run.state, run.batches())
         sample = None
-        # If the run was already complete, skip the sample.
+        # If the run was already complete, there is no sample.
         if state.step > run.state.step and config.trainer.sample_tokens:
             progress.phase("sampling")
             sample = draw_sample(config, setup, data, state)
@@ -118,20 +120,20 @@ def _is_exportable(model: DecoderConfig) -> bool:
 
 
 def describe_run(run: PreparedRun, flops_per_token: float) -> dict[str, Any]:
-    """Returns facts of a run that its configuration does not contain, as plain data."""
+    """Returns facts about a run that its configuration does not contain, as plain data."""
     parameters = sum(math.prod(shape.shape) for shape in run.setup.model.shapes.values())
     return {"parameters": parameters, "flops_per_token": flops_per_token, "data": describe_data(run.data)}
 
 
 def describe_data(data: Data) -> dict[str, Any]:
-    """Returns the size of the data in tokens, as far as it has been tokenised."""
+    """Returns the size of the data in tokens, as far as the data has been tokenised."""
     caches = {name: {"tokens": len(cache.stream), "complete": cache.finished} for name, cache in data.caches.items()}
     return {"train_tokens": data.num_train_tokens, "vocabulary": data.tokenizer.vocab_size, "caches": caches}
 
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run ready for its next step: data opened, program planned, state on the devices."""
+    """A run that is ready for its next step: the data is open, training is planned, and the state is on the devices."""
 
     config: RunConfig
     attempt: Attempt
@@ -139,18 +141,18 @@ class PreparedRun:
     setup: TrainingSetup
     state: TrainState
     facts: Mapping[str, Any]
-    """JSON values saved with every checkpoint."""
+    """JSON values that are saved with every checkpoint."""
     flops_per_token: float
-    """FLOPs of a training step per token."""
+    """Number of FLOPs per token of a training step."""
     recomputed_flops_per_token: float
-    """Additional FLOPs per token due to rematerialisation."""
+    """Number of additional FLOPs per token due to rematerialisation."""
     hub_name: str | None
-    """Hub repository for exports."""
+    """Name of the hub repository to which exports are uploaded; None without uploads."""
     settings: HfSettings | None
-    """Settings of the published model the run started from."""
+    """Settings of the published model that the run started from, if any."""
 
     def batches(self) -> Iterator[Batch]:
-        """Yields this process's rows of the batches from the next step on."""
+        """Yields the batches from the next step on, with the rows of this process."""
         return batches_from(self.setup, self.data, self.state.step, self.config.trainer.num_train_steps)
 
 
@@ -158,13 +160,13 @@ class PreparedRun:
 def prepare_run(
     config: RunConfig, *, name: str, progress: Progress, allow_config_change: bool = False
 ) -> Iterator[PreparedRun]:
-    """Prepares a run for its next step; arguments and errors as in `train`.
+    """Context manager that prepares a run for its next step. The arguments and errors are the same as for `train`.
 
-    All checks that need no data are made before text is tokenised, which may take hours.
+    All checks that need no data are made before text is tokenised, because tokenisation may take hours.
     """
     name = choose_run_id(config, name)
     pretrained = find_hf_start(config, name)
-    # The checkpoint may determine the model section, so it is read before planning.
+    # The Hugging Face checkpoint may determine the model section, so it is read before planning.
     if pretrained is not None:
         config = pretrained.config
     try:
@@ -187,7 +189,7 @@ def prepare_run(
 def _build_prepared_run(
     config: RunConfig, attempt: Attempt, data: Data, pretrained: HfStart | None, hub_name: str | None
 ) -> PreparedRun:
-    """Builds the model for the data's vocabulary, describes the run to the user, and creates the initial state."""
+    """Builds the model for the vocabulary of the data, describes the run to the user, and creates the initial state."""
     if pretrained is None:
         vocab_size = choose_vocab_size(config.trainer, data.tokenizer)
     else:
@@ -204,7 +206,7 @@ def _build_prepared_run(
         model = pretrained.with_initial_weights(model)
     _report_setup(config, vocab_size, model, data, attempt.progress)
     settings = published_model_settings(config, pretrained, data.tokenizer, attempt.directory.checkpoints)
-    # Saved with the checkpoints, so that a model can be used without its training data.
+    # The tokenizer is saved with the checkpoints, so that a model can be used without its training data.
     if is_lead():
         with staging_directory(attempt.directory.checkpoints) as directory:
             data.tokenizer.save(directory / TOKENIZER)
@@ -212,7 +214,7 @@ def _build_prepared_run(
                 settings.write(directory / SETTINGS)
     facts: dict[str, Any] = {"vocab_size": vocab_size, TOKENIZER: tokenizer_digests(data.tokenizer)}
     if base := find_base_checkpoint(config, attempt.store):
-        # `initialize_from` names the frozen base model of the adapter here, not the initial weights of the state.
+        # Here `initialize_from` names the frozen base model of the adapter, and not the initial weights of the state.
         model, loads = base.with_initial_weights(model), loads.model_copy(update={"initialize_from": None})
         facts |= base.facts
     setup = plan_for_memory(
@@ -251,7 +253,7 @@ def _report_setup(config: RunConfig, vocab_size: int, model: ModelDef, data: Dat
 
 
 def open_training_data(config: RunConfig, progress: Progress) -> Data:
-    """Opens the data of the run, tokenising them first if they are not cached yet."""
+    """Opens the data of the run. Data without a token cache is tokenised in the background."""
 
     def on_progress(status: BuildProgress) -> None:
         progress.phase(str(status))
@@ -261,7 +263,7 @@ def open_training_data(config: RunConfig, progress: Progress) -> Data:
         seq_len=config.model.seq_len,
         seed=config.trainer.seed,
         on_progress=on_progress,
-        # Without an address Ray would start an unrequested cluster.
+        # Without an address, Ray would start a cluster that nobody has asked for.
         ray=config.trainer.ray if config.trainer.ray.address else None,
         background=True,
     )

@@ -1,4 +1,4 @@
-"""`Trainer`: the Python API for custom models, losses or loops, built on the training loop of `lmt train`."""
+"""`Trainer`, the Python API for custom models, losses or loops. It uses the training loop of `lmt train`."""
 
 from __future__ import annotations
 
@@ -49,33 +49,33 @@ from lm_trainer.trackers.base import Composite
 
 
 class _Settings(Config):
-    """The recorded settings of a run without a configuration file."""
+    """The settings that are recorded for a run without a configuration file."""
 
     trainer: TrainerConfig
     optimizer: SerializeAsAny[Optimizer]
 
 
 class Trainer:
-    """One attempt at a run, with its directory, checkpoints, trackers and hooks; a context manager.
+    """Context manager for one attempt at a run, with its directory, checkpoints, trackers and hooks.
 
     Args:
-        config: the `trainer` section; its `id` names the run, and using the same ID resumes it.
-        optimizer: an optimizer of `lm_trainer.optim`, for example from `from_optax` for an optax transformation.
-        loss_fn: `loss(model, batch, key)` returns three float32 scalars or dicts of them: the sum of the weighted
-            losses, the sum of the weights, and sums of further values to report.
-        settings: recorded as the configuration of the run; default: the trainer section and the optimizer.
-        progress: progress display at the terminal.
-        add_default_hooks: record metrics and save checkpoints.
+        config: the `trainer` section. Its `id` names the run, and using the same ID resumes the run.
+        optimizer: an optimizer from `lm_trainer.optim`. `from_optax` creates one from an optax transformation.
+        loss_fn: function `loss(model, batch, key)` that returns three float32 scalars or dicts of them: the sum of the
+            weighted losses, the sum of the weights, and sums of further values to report.
+        settings: settings to record as the configuration of the run; None means the trainer section and the optimizer.
+        progress: progress display in the terminal.
+        add_default_hooks: True to record metrics and save checkpoints.
 
     Attributes:
-        allow_config_change: continue a run started with another configuration or other data; set it before entering
-            the trainer.
-        flops_per_token: FLOPs per token of a training step, for computing MFU; 0 if unknown.
-        seq_len: positions in a row, for schedules counting tokens.
+        allow_config_change: continue a run that was started with another configuration or other data. Set it before
+            entering the trainer.
+        flops_per_token: number of FLOPs per token of a training step, for computing MFU; 0 if unknown.
+        seq_len: number of positions in a row, for schedules that count tokens.
 
     Raises:
         UserError: if the optimizer is not from `lm_trainer.optim`, the run directory is in use or belongs to another
-            run, or the devices do not fit.
+            run, or the configuration does not fit the devices.
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class Trainer:
 
     @property
     def attempt(self) -> Attempt:
-        """Run directory, checkpoints and signal handlers; available while the trainer is entered."""
+        """Run directory, checkpoints and signal handlers. Available after entering the trainer."""
         if self._attempt is None:
             raise RuntimeError("enter the trainer first: `with Trainer(...) as trainer:`")
         return self._attempt
 
     @property
     def loop(self) -> OpenLoop:
-        """The parts of the training loop; available after `initial_state`."""
+        """The parts of the training loop. Available after `initial_state`."""
         if self._loop is None:
             raise RuntimeError("call initial_state first: what runs depends on the model")
         return self._loop
@@ -130,7 +130,7 @@ class Trainer:
 
     @property
     def run_dir(self) -> Path:
-        """Directory with configuration, environment, metrics and artifacts."""
+        """Run directory, with configuration, environment, metrics and artifacts."""
         return self.attempt.directory.path
 
     @property
@@ -143,7 +143,7 @@ class Trainer:
 
     @property
     def mp(self) -> Policy:
-        """The precision of parameters, computation and output."""
+        """Precision of parameters, computation and output."""
         return self.config.mp
 
     @property
@@ -152,7 +152,7 @@ class Trainer:
 
     @property
     def setup(self) -> TrainingSetup:
-        """The program of the run; available after `initial_state`."""
+        """Model, optimizer, shardings and compiled functions of the run. Available after `initial_state`."""
         return self.loop.parts.setup
 
     @property
@@ -161,17 +161,17 @@ class Trainer:
 
     @property
     def parameter_axis_mapping(self) -> AxisRules:
-        """Logical axis -> mesh axes, for the stored state."""
+        """Mesh axes that shard each logical axis of the stored state."""
         return self.setup.plan.param_rules
 
     @property
     def compute_axis_mapping(self) -> AxisRules:
-        """Logical axis -> mesh axes, during computation."""
+        """Mesh axes that shard each logical axis during computation."""
         return self.setup.plan.compute_rules
 
     @property
     def tracker(self) -> Composite:
-        """All trackers combined; available after `initial_state`."""
+        """All trackers combined. Available after `initial_state`."""
         return self.loop.tracker
 
     @overload
@@ -181,9 +181,10 @@ class Trainer:
     def add_hook(self, fn: None = None, *, every: When = 1) -> Callable[[HookFn], HookFn]: ...
 
     def add_hook(self, fn: HookFn | None = None, *, every: When = 1) -> Any:
-        """Calls `fn(info)` after every `every`-th step (or the listed steps) and the last one; also a decorator.
+        """Calls `fn(info)` after every `every`-th step, or after the listed steps, and after the last step.
 
-        Hooks run in the order they were added, after an evaluation and before a checkpoint of the same step.
+        Can also be used as a decorator. Hooks run in the order in which they were added, after an evaluation and before
+        a checkpoint of the same step.
         """
         if fn is None:
             return lambda function: self.add_hook(function, every=every)
@@ -192,19 +193,19 @@ class Trainer:
         return fn
 
     def run_hooks(self, info: StepInfo, force: bool = False) -> None:
-        """Runs everything due after a step, or with `force` everything possible; see `loop.run_due_actions`."""
+        """Runs all actions that are due after a step, or all actions if `force` is True; see `loop.run_due_actions`."""
         parts = self.loop.parts
         overdue = any_process(parts.records and parts.checkpoints.is_overdue())
         run_due_actions(parts, info, last=force, save=overdue)
 
     def add_eval_hook(self, eval_dataset: EvalData, name: str | None = None) -> None:
-        """Evaluates on a held-out set every `steps_per_eval` steps, logged as `eval/loss` or `eval/NAME/loss`.
+        """Evaluates on a held-out set every `steps_per_eval` steps, and logs `eval/loss` or `eval/NAME/loss`.
 
-        If the run averages its weights, the average is evaluated too, logged as `eval/ema/loss`.
+        If the run averages its weights, the average is also evaluated, and logged as `eval/ema/loss`.
 
         Args:
-            eval_dataset: one set, such as an entry of `lm_trainer.data.open_data(...).validation()`.
-            name: name of the set, if several are used.
+            eval_dataset: one held-out set, such as a value in `lm_trainer.data.open_data(...).validation()`.
+            name: name of the set, if there are several.
 
         Raises:
             UserError: if the argument is not a held-out set, or the name is already used.
@@ -221,19 +222,20 @@ class Trainer:
         is_trainable: Selection = True,
         data_fingerprint: Fingerprint | Callable[[int], Fingerprint] = "",
     ) -> TrainState:
-        """Returns the state from the run's newest checkpoint, else from the configured start, else a fresh state.
+        """Returns the state in the run's newest checkpoint, in the configured checkpoint, or otherwise a new state.
 
         Args:
-            training_key: key for random numbers in training, such as dropout; default: derived from `trainer.seed`.
-            model: a model with the initial weights; an alternative to `model_init`.
-            model_init: a function building the model, called under `jit`, or a `ModelDef`.
+            training_key: key for random numbers in training, such as dropout; None derives it from `trainer.seed`.
+            model: a model with the initial weights, as an alternative to `model_init`.
+            model_init: a function that builds the model and is called under `jit`, or a `ModelDef`.
             is_trainable: selection of the trained parameters by dotted name. All other parameters have no gradient and
                 no optimizer state, and are not saved in checkpoints.
-            data_fingerprint: saved with each checkpoint and compared on resume; a function of the number of completed
-                steps if later data may still change.
+            data_fingerprint: fingerprint that is saved with each checkpoint and compared when the run resumes. If later
+                data may still change, a function that takes the number of completed steps and returns the fingerprint.
 
         Raises:
-            UserError: if a checkpoint does not fit or cannot be used, or a sharding rule does not fit the model.
+            UserError: if a checkpoint does not match the model or cannot be used, or a sharding rule does not fit the
+                model.
             ValueError: unless exactly one of `model` and `model_init` is given.
         """
         if (model is None) == (model_init is None):
@@ -241,7 +243,7 @@ class Trainer:
         check_model(model, model_init)
         definition = model_init if isinstance(model_init, ModelDef) else None
         if definition is None:
-            # A copy, because tracing must not modify the user's module.
+            # The module is cloned, because tracing must not modify the user's module.
             build: Any = model_init if model is None else lambda: nnx.clone(model)
             definition = trace_module(build, self.mp.param_dtype, is_trainable)
 
@@ -251,7 +253,7 @@ class Trainer:
             )
 
         setup = plan_for_memory(plan, self.attempt.config, self.seq_len, self.attempt.progress.note)
-        # Traced definitions contain only shapes, so take the weights from the given model here.
+        # A traced definition contains only shapes, so the weights are taken from the given model.
         init = setup.init
         if model is not None:
             weights = definition.flatten(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
@@ -275,13 +277,13 @@ class Trainer:
     def data_loader(self, dataset: Iterable[Any]) -> GrainLoader: ...
 
     def data_loader(self, dataset: TrainData | Iterable[Any]) -> BatchLoader | GrainLoader:
-        """Returns a loader for the batches of this run, from a dataset with random access by step or a Grain pipeline.
+        """Returns a loader of the batches of this run, from a dataset with random access by step or a Grain pipeline.
 
-        A pipeline starts at its beginning; its state is saved with every checkpoint, and restored on resume.
+        A pipeline starts at its beginning. Its state is saved with every checkpoint, and restored when the run resumes.
 
         Args:
-            dataset: a dataset with a method `train`, as returned by `lm_trainer.data.open_data`; or a pipeline, see
-                `GrainLoader`.
+            dataset: a dataset with a method `train`, such as the result of `lm_trainer.data.open_data`, or a Grain
+                pipeline (see `GrainLoader`).
         """
         check_dataset(dataset)
         if not hasattr(dataset, "train"):
@@ -290,11 +292,11 @@ class Trainer:
         return BatchLoader(lambda step: batches_from(self.setup, train_data, step, self.num_train_steps))
 
     def train_step(self, state: TrainState, batch: Batch) -> StepInfo:
-        """Runs one step without hooks; the arrays of `state` are donated.
+        """Runs one step without hooks.
 
         Args:
-            state: state before the step.
-            batch: this process's rows of the global batch, as NumPy arrays.
+            state: state before the step. Its arrays are donated.
+            batch: rows of this process in the global batch, as NumPy arrays.
         """
         check_state(state)
         check_batch(batch)
@@ -304,28 +306,28 @@ class Trainer:
         """Trains until `num_train_steps` or the end of the data, and yields each step after running its hooks.
 
         Raises:
-            Preempted: after a stop signal, with everything saved.
-            NonFiniteError: if the loss is not finite and the configuration demands a stop.
+            Preempted: after a stop signal, once everything is saved.
+            NonFiniteError: if the loss is not finite, and the configuration requires the run to stop in this case.
         """
         check_loader(state, train_loader)
         return training_steps(self.loop.parts, state, _batches_from(train_loader, state))
 
     def train(self, state: TrainState, train_loader: BatchLoader | Iterable[Batch]) -> TrainState:
-        """Trains to the end, with hooks, and waits for the last checkpoint. Raises like `training_steps`.
+        """Trains to the end with hooks, and waits for the last checkpoint. Raises the same errors as `training_steps`.
 
         Returns:
-            The last state.
+            The state after the last step.
         """
         check_loader(state, train_loader)
         return train_to_end(self.loop.parts, state, _batches_from(train_loader, state))
 
     def write_artifact(self, name: str, artifact: Any, type: str = "artifact") -> Path:
-        """Saves an artifact in the run directory, and passes it to the trackers.
+        """Saves an artifact in the run directory and passes it to the trackers.
 
         Args:
             name: file name in `RUN_DIR/artifacts`.
             artifact: text, bytes, the path of a file to copy, or any JSON-serialisable value.
-            type: artifact type, for trackers that sort by it.
+            type: artifact type, by which some trackers sort artifacts.
         """
         return self.loop.artifacts.write(name, artifact, type=type)
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `Trainer`, to report mistakes immediately and not after the first steps."""
+"""Checks the arguments of `Trainer` and its methods, to report mistakes immediately and not after the first steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_trainer(config: object, optimizer: object, loss_fn: object) -> None:
 
 
 def check_hook(fn: object) -> None:
-    """Checks the function of `add_hook`."""
+    """Checks the function that is passed to `add_hook`."""
     _check_call("trainer.add_hook: the hook", fn, "hook(info)", None)
 
 
@@ -40,8 +40,8 @@ def check_eval_set(held_out: object, name: object, names: Iterable[str | None]) 
 
     Args:
         held_out: the held-out set.
-        name: its name.
-        names: names of the sets added before.
+        name: name of the set, or None.
+        names: names of the sets that were added before.
     """
     batches = getattr(held_out, "batches", None)
     if batches is None:
@@ -61,7 +61,7 @@ def check_eval_set(held_out: object, name: object, names: Iterable[str | None]) 
 
 
 def check_model(model: object, model_init: object) -> None:
-    """Checks the arguments `model` and `model_init` of `initial_state`, one of which is given."""
+    """Checks the arguments `model` and `model_init` of `initial_state`, of which exactly one is given."""
     if model is not None and not isinstance(model, nnx.Module):
         call = "; a class or function that makes one is model_init=" if callable(model) else ""
         raise UserError(f"trainer.initial_state: model must be a module of flax.nnx, not {_describe_type(model)}{call}")
@@ -104,7 +104,7 @@ def check_state(state: object) -> None:
 
 
 def check_batch(batch: object) -> None:
-    """Checks a batch of `train_step`."""
+    """Checks the batch that is passed to `train_step`."""
     if not isinstance(batch, Batch):
         raise UserError(f"the batch must be a Batch of lm_trainer.core.batch, not {_describe_type(batch)}")
 
@@ -115,7 +115,7 @@ def _check_call(subject: str, function: object, call: str, /, *args: object, **k
         raise UserError(f"{subject} must be a function, called as {call}, not {_describe_type(function)}")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # the function has no signature, for example some written in C
+    except (TypeError, ValueError):  # functions without a signature, such as some written in C
         return
     try:
         signature.bind(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Trackers for the metrics of a run: one module for each kind, their composite, and the console."""
+"""Trackers for the metrics of a run: one module for each kind, a composite of several trackers, and the console."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ def open_trackers(
     series: Mapping[str, Plain] | None = None,
     process_index: int = 0,
 ) -> Composite:
-    """Opens metrics.jsonl and the configured trackers as one composite, to be closed by the caller.
+    """Opens metrics.jsonl and the configured trackers as one composite, which the caller must close.
 
     Args:
         configs: trackers in addition to metrics.jsonl.
         run_dir: the run directory, which must exist.
         run_id: the name of the run.
-        resume_step: number of finished steps that were restored; records of later steps are dropped, because they are
-            logged a second time. With 0, existing files are renamed.
+        resume_step: number of completed steps at which training resumes. Records of later steps are dropped, because
+            these steps are logged a second time. With 0, existing files are renamed.
         series: expected lines in the run's files, as returned by `Composite.sync` for the checkpoint.
-        process_index: only the first process of a run, 0, writes anything.
+        process_index: index of this process. Only process 0 writes anything.
 
     Raises:
         MachineError: if metrics.jsonl cannot be written.
-        UserError: if a tracker needs something from the user, such as a package. Trackers failing for another reason,
-            such as an unreachable service, are reported and left out.
+        UserError: if the user has to provide something for a tracker, such as a package. Trackers that fail for another
+            reason, such as an unreachable service, are reported and left out.
     """
     if process_index:
         return Composite(NoopTracker(), ())
@@ -90,9 +90,10 @@ def open_trackers(
 
 
 def profile_directory(configs: Sequence[AnyTracker], *, run_dir: str | Path, run_id: str) -> Path:
-    """The directory for profiler traces, chosen such that TensorBoard shows them next to the metrics.
+    """Returns the directory for profiler traces, chosen such that TensorBoard shows them next to the metrics.
 
-    The directory of the first tensorboard tracker with a local one, or else `tensorboard` in the run directory.
+    This is the directory of the first tensorboard tracker that writes to a local directory. If there is none, it is
+    `tensorboard` in the run directory.
     """
     # JAX's profiler writes only to local files.
     run = TrackedRun(Path(run_dir), run_id, 0)

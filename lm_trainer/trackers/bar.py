@@ -12,18 +12,21 @@ from rich.progress import Progress as RichProgress
 
 from lm_trainer.trackers.console import format_long_duration, format_metrics
 
-# Limits the cost of drawing for short steps.
+# Minimum time between two redraws, which limits the cost of drawing when steps are short.
 _DRAW_SECONDS = 0.25
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Raises, unlike rich's method, which ends the process."""
+        """Raises an exception, unlike the method of rich, which ends the process."""
         raise BrokenPipeError
 
 
 class Bar:
-    """A bar at the bottom of the terminal, with notes scrolling above; drawn only by the caller's thread."""
+    """A progress bar at the bottom of the terminal, with notes that scroll above it.
+
+    Only the caller's thread draws it.
+    """
 
     def __init__(self, stream: TextIO, total: int, clock: Callable[[], float]):
         self._total, self._clock, self._drawn = total, clock, -math.inf
@@ -35,7 +38,7 @@ class Bar:
             TextColumn("{task.fields[status]}", markup=False),
             console=self._console,
             expand=True,
-            # No refresh thread, which would draw while another library writes to the terminal.
+            # Without a refresh thread, because it would draw while another library writes to the terminal.
             auto_refresh=False,
         )
         self._task = self._bar.add_task("starting", total=total, status="")

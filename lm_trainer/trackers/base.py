@@ -1,4 +1,4 @@
-"""The tracker protocol, and the composite of several trackers."""
+"""The tracker protocol, and a composite of several trackers."""
 
 from __future__ import annotations
 
@@ -24,27 +24,29 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Facts about a run for opening a tracker."""
+    """Information about a run that is needed to open a tracker."""
 
     dir: Path
-    """The run directory; it exists."""
+    """The run directory, which must exist."""
     id: str
     resume_step: int
-    """Finished steps to keep: later steps in the logs are logged a second time. 0 means all are."""
+    """Number of completed steps whose logs are kept. Later steps are logged a second time. 0 means that no steps are
+    kept."""
     series: Mapping[str, Plain] = field(default_factory=dict)
-    """Expected lines by file name of the run: the lines present when the checkpoint of `resume_step` was saved."""
+    """Expected lines in each file of the run, by file name: those that existed when the checkpoint of `resume_step` was
+    saved."""
 
 
 class Tracker(Protocol):
     """A destination of metrics.
 
-    Steps count finished optimizer steps, from 0. They never decrease while a tracker is open, but the same step may be
-    logged more than once, with other metrics. All methods are called from one thread. Every method may raise: the
-    tracker is then reported and switched off, and training continues.
+    A step is the number of completed optimizer steps, starting from 0. Steps never decrease while a tracker is open,
+    but the same step may be logged more than once with different metrics. All methods are called in the same thread. If
+    a method raises an exception, the tracker is reported and switched off, and training continues.
     """
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Logs values of this step: Python floats and ints, possibly NaN or infinite."""
+        """Logs metrics of a step, which are Python floats and ints and may be NaN or infinite."""
         ...
 
     def log_record(self, record: Mapping[str, str], *, step: int) -> None:
@@ -56,13 +58,20 @@ class Tracker(Protocol):
         ...
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """Logs facts about the entire run; later calls add to and replace earlier ones."""
+        """Logs facts about the entire run. Later calls add values and replace earlier values of the same name."""
         ...
 
     def log_text(self, name: str, text: str, *, step: int) -> None: ...
 
     def log_histogram(self, name: str, counts: np.ndarray, edges: np.ndarray, *, step: int) -> None:
-        """Logs `counts` (int64 [bins]) between neighbouring `edges` (float64 [bins + 1], finite, ascending)."""
+        """Logs a histogram.
+
+        Args:
+            name: name of the histogram.
+            counts: number of values in each bin, int64 [bins].
+            edges: edges of the bins in ascending order, float64 [bins + 1], all finite.
+            step: number of completed steps.
+        """
         ...
 
     def log_alert(self, kind: str, message: str, *, step: int) -> None:
@@ -70,31 +79,38 @@ class Tracker(Protocol):
         ...
 
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
-        """Logs a complete file or directory of the run; logging the same name twice creates a newer version.
+        """Logs a complete file or directory of the run. Logging the same name a second time creates a newer version.
 
         Args:
-            name: such as `config`, of letters, digits, `.`, `_` and `-`.
-            path: an existing path, which may change or disappear after this call.
-            type: its kind, such as `config`, `environment`, `program` or `profile`.
+            name: name of the artifact, such as `config`. It consists of letters, digits, `.`, `_` and `-`.
+            path: path of the file or directory, which may change or disappear after this call.
+            type: kind of the artifact, such as `config`, `environment`, `program` or `profile`.
         """
         ...
 
     def missing_lines(self, lines: Mapping[str, Series]) -> Missing:
-        """The expected lines that were missing when the tracker was opened; empty if this cannot be determined.
+        """Returns the expected lines that were missing when the tracker was opened.
+
+        The result is empty if this cannot be determined.
 
         Args:
-            lines: by file, the lines of finished steps in the run's own files.
+            lines: the lines of completed steps in the run's own files, by file name.
         """
         ...
 
     def insert_missing(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-        """Inserts missing lines: by file of the run, records of finished steps, in order."""
+        """Inserts missing lines.
+
+        Args:
+            records: records of completed steps in order, by file name.
+        """
         ...
 
     def sync(self) -> None:
-        """Flushes logged data to disk, to survive a power cut, as far as it is kept on this machine.
+        """Flushes the logged data on this machine to disk, so that it survives a power cut.
 
-        Called before a checkpoint appears, after which these steps will not be logged a second time.
+        This method is called before a checkpoint is committed, because the steps up to the checkpoint are not logged a
+        second time.
         """
         ...
 
@@ -104,47 +120,48 @@ class Tracker(Protocol):
 
 
 class RunFile(Tracker, Protocol):
-    """The tracker of every run: its own files."""
+    """The tracker that every run has, which writes the run's own files."""
 
     def read_records(self, file: str) -> Sequence[Mapping[str, Any]]:
-        """The records of one of the files, in order."""
+        """Returns the records in one of the files, in order."""
         ...
 
     @property
     def lines(self) -> Mapping[str, Plain]:
-        """The lines of each file at opening."""
+        """Lines that each file contained when it was opened, by file name."""
         ...
 
     @property
     def series(self) -> Mapping[str, Plain]:
-        """The lines of each file, for `TrackedRun.series` of the next attempt."""
+        """Lines of each file by file name, for `TrackedRun.series` of the next attempt."""
         ...
 
     @property
     def gaps(self) -> Sequence[str]:
-        """A message about each file with missing lines."""
+        """Messages about the files with missing lines, one per file."""
         ...
 
 
 class TrackerConfig(Config):
-    """An entry of `trainer.tracker`; each kind adds its `type` and fields."""
+    """An entry of `trainer.tracker`. Each kind of tracker adds its `type` and its own fields."""
 
     @abstractmethod
     def open(self, run: TrackedRun) -> Tracker:
         """Starts or resumes tracking `run`.
 
         Raises:
-            UserError: if the user has to change something first: a missing package, an unwritable directory.
+            UserError: if the user has to change something first, for example install a package or make a directory
+                writable.
         """
 
 
 def require_package(package: str, extra: str) -> None:
-    """Checks, in the validator of a tracker's configuration, that its package is installed.
+    """Checks that a package is installed. Called in the validator of a tracker's configuration.
 
     Raises:
-        ValueError: if it is missing; the message names the extra to install.
+        ValueError: if the package is missing. The message names the extra of lm_trainer to install.
     """
-    # Without importing it, which takes seconds for some packages.
+    # Does not import the package, because that takes seconds for some packages.
     if find_spec(package) is None:
         raise ValueError(
             f"the package {package} is not installed; run `pip install 'lm_trainer[{extra}]'`, or choose another "
@@ -153,12 +170,13 @@ def require_package(package: str, extra: str) -> None:
 
 
 class Composite:
-    """The run's own files and the configured trackers, as one tracker.
+    """Combines the run's own files and the configured trackers in one tracker.
 
-    Errors of the run's own files are raised to the caller. Other trackers are reported once and dropped if they raise.
+    Errors of the run's own files are raised to the caller. If another tracker raises an exception, it is reported once
+    and dropped.
 
     Attributes:
-        notes: messages about trackers with lines inserted later.
+        notes: messages about trackers into which missing lines were inserted.
     """
 
     def __init__(self, run_file: RunFile, trackers: Sequence[tuple[str, Tracker]]):
@@ -167,7 +185,9 @@ class Composite:
         self.notes: list[str] = []
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """Records the values of a step; scalars of NumPy and JAX are accepted, and waited for.
+        """Records the metrics of a step.
+
+        Scalars of NumPy and JAX are accepted; for JAX arrays this waits for the device.
 
         Raises:
             TypeError: for a value that is not a single number.
@@ -180,26 +200,26 @@ class Composite:
         """Records strings of a step, such as a fingerprint.
 
         Raises:
-            MachineError: if the file cannot be written.
+            MachineError: if the run's own file cannot be written.
         """
         self._call_each_tracker(lambda tracker: tracker.log_record(record, step=step))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Records the resolved configuration; passwords inside URLs are blanked."""
+        """Records the resolved configuration, with the passwords inside URLs removed."""
         clean = without_credentials(to_json_value(config))
         self._call_each_tracker(lambda tracker: tracker.log_config(clean))
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """Records facts about the entire run; scalars of NumPy and JAX are accepted."""
+        """Records facts about the entire run. Scalars of NumPy and JAX are accepted."""
         clean = without_credentials(to_json_value(summary))
         self._call_each_tracker(lambda tracker: tracker.log_summary(clean))
 
     def log_text(self, name: str, text: str, *, step: int) -> None:
-        """Records a text, such as a sample of the model."""
+        """Records a text, such as a sample that the model has generated."""
         self._call_each_tracker(lambda tracker: tracker.log_text(name, text, step=step))
 
     def log_histogram(self, name: str, counts: np.ndarray, edges: np.ndarray, *, step: int) -> None:
-        """Records a histogram; arguments as for `Tracker`.
+        """Records a histogram. The arguments are the same as for `Tracker`.
 
         Raises:
             MachineError: if the run's own file cannot be written.
@@ -207,7 +227,9 @@ class Composite:
         self._call_each_tracker(lambda tracker: tracker.log_histogram(name, counts, edges, step=step))
 
     def log_alert(self, kind: str, message: str, *, step: int) -> None:
-        """Records an alert, and sends it through services with notifications; arguments as for `Tracker`.
+        """Records an alert, which some services also send as a notification.
+
+        The arguments are the same as for `Tracker`.
 
         Raises:
             MachineError: if the run's own file cannot be written.
@@ -215,15 +237,16 @@ class Composite:
         self._call_each_tracker(lambda tracker: tracker.log_alert(kind, message, step=step))
 
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
-        """Passes a file or directory of the run to the trackers that store artifacts; arguments as for `Tracker`.
+        """Passes a file or directory of the run to the trackers that store artifacts.
 
-        Other characters of the name become `-`.
+        The arguments are the same as for `Tracker`, except that `name` may contain any characters. Those that trackers
+        do not allow become `-`.
         """
         clean = re.sub(r"[^A-Za-z0-9._-]", "-", name)
         self._call_each_tracker(lambda tracker: tracker.log_artifact(clean, path, type=type))
 
     def catch_up(self) -> None:
-        """Inserts missing lines of finished steps into each tracker, and adds a note about them."""
+        """Inserts the missing lines of completed steps into each tracker, and adds a note about them."""
         for name, tracker in tuple(self._trackers):
             self._call_or_remove(
                 name, tracker, lambda tracker, name=name: self._note(catch_up(name, tracker, self._run_file))
@@ -233,7 +256,7 @@ class Composite:
         self.notes += [note] if note else []
 
     def sync(self) -> Mapping[str, Plain]:
-        """Flushes logged data to disk before a checkpoint appears; returns the lines for the checkpoint to remember.
+        """Flushes logged data to disk before a checkpoint is committed. Returns the lines to record in the checkpoint.
 
         Raises:
             MachineError: if the run's own files cannot be written, or were removed.
@@ -243,11 +266,11 @@ class Composite:
 
     @property
     def gaps(self) -> Sequence[str]:
-        """A message about each of the run's own files with missing lines of finished steps."""
+        """Messages about the run's own files in which lines of completed steps are missing, one per file."""
         return self._run_file.gaps
 
     def close(self) -> None:
-        """Closes every tracker, even if one of them fails; safe to call twice."""
+        """Closes every tracker, even if one of them fails. Calling it twice is safe."""
         trackers, self._trackers = self._trackers, []
         try:
             for name, tracker in trackers:
@@ -259,7 +282,8 @@ class Composite:
             self._run_file.close()
 
     def _call_each_tracker(self, call: Callable[[Tracker], None]) -> None:
-        # The file first: it is complete even if a tracker hangs. A copy, because failing trackers are removed.
+        # The run's own file comes first, so that it is complete even if a tracker hangs. The loop uses a copy of the
+        # list, because trackers that fail are removed from it.
         call(self._run_file)
         for name, tracker in tuple(self._trackers):
             self._call_or_remove(name, tracker, call)
@@ -275,14 +299,14 @@ class Composite:
 
 
 def report_failure(name: str, error: Exception) -> None:
-    """Reports in one line that a tracker is switched off; the traceback is logged at level DEBUG."""
+    """Reports in one line that a tracker is switched off. The traceback is logged at level DEBUG."""
     reason = f"{type(error).__name__}: {error}".strip().replace("\n", " ")
     logger.warning("the %s tracker failed and is switched off, training goes on: %s", name, reason)
     logger.debug("what the %s tracker raised", name, exc_info=error)
 
 
 def to_number(name: str, value: Any) -> float | int:
-    """Converts a Python, NumPy or JAX scalar to a Python number; floats keep their exact value.
+    """Converts a Python, NumPy or JAX scalar to a Python number. Floats keep their exact value.
 
     Raises:
         TypeError: for anything else.
@@ -291,19 +315,22 @@ def to_number(name: str, value: Any) -> float | int:
     item = getattr(value, "item", None)
     if item is not None and getattr(value, "size", 1) == 1:
         value = item()
-    # A bool is an int to Python, but some trackers would draw it as text.
+    # A bool is an int in Python, but some trackers would show it as text.
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, int | float):
         return value
-    # `item` of a bfloat16 is not a Python float.
+    # `item` of a bfloat16 array does not return a Python float.
     if type(value).__module__ == "ml_dtypes":
         return float(value)
     raise TypeError(f"metric {name!r}: expected a number, got {type(value).__name__}: {value!r}"[:200])
 
 
 def to_json_value(value: Any) -> Any:
-    """Converts a value for JSON: scalars to numbers, containers element by element, anything else to text."""
+    """Converts a value for JSON.
+
+    Scalars become numbers, containers are converted recursively, and other values become text.
+    """
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):

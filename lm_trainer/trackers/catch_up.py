@@ -1,4 +1,4 @@
-"""Inserts lines of finished steps into a tracker without them, after its process was killed or it was switched off."""
+"""Inserts lines of completed steps that a tracker is missing because its process was killed or it was switched off."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from lm_trainer.trackers.base import RunFile, Tracker
 
 FINGERPRINT = "fingerprint"
-"""Name of non-numeric lines, which services do not accept."""
+"""Name of the lines with a fingerprint, which are not numeric and which services do not accept."""
 
 Missing = Mapping[str, Mapping[str, Collection[int]]]
-"""File -> name of the line -> steps."""
+"""Steps of the missing lines, by file name and by name of the line."""
 
 
 def catch_up(name: str, tracker: Tracker, run_file: RunFile) -> str | None:
-    """Inserts lines of the run's own files that a tracker is missing.
+    """Inserts the lines of the run's own files that a tracker is missing.
 
     Args:
         name: name of the tracker.
@@ -50,11 +50,11 @@ def catch_up(name: str, tracker: Tracker, run_file: RunFile) -> str | None:
 
 
 def find_missing_lines(lines: Mapping[str, Series], recorded: Mapping[str, Iterable[int]]) -> Missing:
-    """The lines missing in a service.
+    """Returns the lines that are missing in a tracking service.
 
     Args:
-        lines: the expected lines by file.
-        recorded: the recorded steps of each metric, text and histogram, in any order.
+        lines: the expected lines, by file name.
+        recorded: the steps that the service has recorded of each metric, text and histogram, in any order.
     """
     expected = {file: {name: {*series.steps(name)} for name in series.names} for file, series in lines.items()}
     missing = {
@@ -69,7 +69,12 @@ def find_missing_lines(lines: Mapping[str, Series], recorded: Mapping[str, Itera
 
 
 def log_records(tracker: Tracker, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Logs records of the run's files, by file, in their original order: step by step."""
+    """Logs records of the run's files in their original order, which is by step.
+
+    Args:
+        tracker: the tracker that receives the records.
+        records: records by file name.
+    """
     lines = ((file, record) for file, file_records in records.items() for record in file_records)
     for file, record in sorted(lines, key=lambda line: line[1]["step"]):
         step = record["step"]

@@ -1,4 +1,4 @@
-"""Progress of a run at the terminal: a live bar, or plain lines if the output is not a terminal."""
+"""Shows the progress of a run: a live bar in a terminal, or plain lines if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from typing import Protocol, Self, TextIO
 from lm_trainer.core.terminal import escape_for_terminal
 
 _MODULES = logging.getLogger("lm_trainer.nn")
-"""Modules of a model log their automatic choices here."""
+"""Logger to which the modules of a model log their automatic choices."""
 _ALL = logging.getLogger("lm_trainer")
 _MAX_LINE_STEPS = 1000
 
 
 class Progress:
-    """Progress of a run, and the automatic choices of its model's modules; a context manager.
+    """Context manager that shows the progress of a run, warnings, and the automatic choices of the model's modules.
 
-    The bar is drawn on a terminal with cursor control, unless LMT_PROGRESS=plain is set. Plain lines are flushed
-    immediately, to keep log files up to date. After an output error (`| head`, a full disk) no more is written: it
-    never stops a run.
+    A bar is drawn on a terminal with cursor control, unless LMT_PROGRESS=plain is set. Plain lines are flushed
+    immediately, to keep log files up to date. After an output error (`| head`, a full disk), nothing more is written,
+    but the run continues.
 
     Args:
-        total_steps: the last step.
-        stream: the output; standard output by default.
-        live: draw the bar; None decides by the stream and the environment.
-        line_steps: steps between plain lines; None makes about 50 lines in a run.
-        line_seconds: maximum time between plain lines.
-        clock: monotonic time in seconds.
+        total_steps: number of the last step.
+        stream: the output stream; None means standard output.
+        live: True to draw a bar, False to write plain lines; None chooses according to the stream and the environment.
+        line_steps: number of steps between plain lines; None results in about 50 lines per run.
+        line_seconds: maximum time in seconds between plain lines.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Progress:
         self._first: tuple[int, float] | None = None
         self._encoding = getattr(output, "encoding", None) or "utf-8"
         if _supports_live_display(output) if live is None else live:
-            # Imports rich, which only a terminal needs.
+            # This module imports rich, which is only needed in a terminal.
             from lm_trainer.trackers.bar import Bar
 
             self._view: _View = Bar(output, total_steps, clock)
@@ -67,7 +67,7 @@ class Progress:
         self._previous_state = (_MODULES.level, _MODULES.propagate)
         _MODULES.setLevel(logging.INFO)
         _MODULES.addHandler(self._choices)
-        # Root handlers of other libraries would write the line a second time, through the bar.
+        # Handlers that other libraries add to the root logger would write the line a second time and break the bar.
         _MODULES.propagate = False
         _ALL.addHandler(self._warnings)
         return self
@@ -80,20 +80,23 @@ class Progress:
         self.close()
 
     def note(self, text: str) -> None:
-        """Writes a permanent line; unencodable characters are escaped, and terminal control characters replaced."""
+        """Writes a permanent line.
+
+        Escapes characters that cannot be encoded, and replaces terminal control characters.
+        """
         self._draw_if_open(lambda: self._view.note(self._make_encodable(text)))
 
     def phase(self, text: str) -> None:
-        """Shows the current activity until the next phase or step; may be called often, with changing figures."""
+        """Shows the current activity until the next phase or step. May be called often, with changing numbers."""
         self._draw_if_open(lambda: self._view.phase(self._make_encodable(text)))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a finished step, with its metrics that have a short form."""
+        """Shows a completed step, with the metrics that have a short form."""
         left = self._seconds_left(step)
         self._draw_if_open(lambda: self._view.log(step, metrics, left))
 
     def close(self) -> None:
-        """Restores the terminal; safe to call twice."""
+        """Restores the terminal. Calling it twice is safe."""
         self._draw_if_open(self._view.close)
         self._open = False
 
@@ -101,7 +104,7 @@ class Progress:
         return escape_for_terminal(text).encode(self._encoding, "backslashreplace").decode(self._encoding)
 
     def _seconds_left(self, step: int) -> float | None:
-        """Estimated remaining time, from the mean since the first step of this attempt, with evaluations and saves."""
+        """Estimates the remaining time from the mean step time of this attempt, including evaluations and saves."""
         timestamp = self._clock()
         # The first step includes compilation, so the mean starts after it.
         if self._first is None or step <= self._first[0]:
@@ -125,7 +128,7 @@ class _NoteHandler(logging.Handler):
         self._note = note
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Tells root handlers not to show it a second time.
+        # Tells the handlers of the root logger not to show the record a second time.
         record.shown = True
         severe = record.levelno >= logging.WARNING
         self._note(f"{'warning: ' if severe else ''}{record.getMessage()}")
@@ -142,7 +145,7 @@ class _View(Protocol):
 
 
 class _LineView:
-    """Prints a line for a step after a number of steps or seconds."""
+    """Prints a line whenever a number of steps or a time has passed."""
 
     def __init__(self, stream: TextIO, total: int, every: int, seconds: float, clock: Callable[[], float]):
         self._stream, self._total, self._every, self._seconds, self._clock = stream, total, every, seconds, clock
@@ -154,7 +157,8 @@ class _LineView:
         self._stream.flush()
 
     def phase(self, text: str) -> None:
-        # Phases with only different figures (`tokenised 3 of 8 files`) are one, shown repeatedly only after a while.
+        # Texts that differ only in their numbers (`tokenised 3 of 8 files`) are the same phase, which is shown
+        # repeatedly only after some time.
         kind = re.sub(r"[\d.,]+", "", text)
         if kind != self._phase or self._clock() - self._phase_shown >= self._seconds:
             self._phase, self._phase_shown = kind, self._clock()
@@ -190,7 +194,10 @@ _FORMATS: Mapping[str, Callable[[float], str]] = {
 def format_metrics(
     metrics: Mapping[str, float], names: tuple[str, ...] = tuple(_FORMATS), *, first: bool = False
 ) -> list[str]:
-    """Formats the metrics with a short form, in the order of `names`; `first` marks the first step of a run."""
+    """Formats the metrics that have a short form, in the order of `names`.
+
+    `first` is True for the first step of a run.
+    """
     shown = {name: _FORMATS[name](metrics[name]) for name in names if name in metrics}
     # The first step of a warm-up has a learning rate of 0.
     if first and metrics.get("optim/learning_rate") == 0 and "optim/learning_rate" in shown:
@@ -199,7 +206,7 @@ def format_metrics(
 
 
 def format_long_duration(seconds: float | None) -> str:
-    """Formats a duration as `1d03h`, `2h05m`, `3m07s` or `12s`; `?` for None."""
+    """Formats a duration as `1d03h`, `2h05m`, `3m07s` or `12s`. Returns `?` if it is None or not finite."""
     if seconds is None or not math.isfinite(seconds):
         return "?"
     minutes, seconds_part = divmod(round(seconds), 60)
@@ -218,6 +225,6 @@ def _supports_live_display(stream: TextIO) -> bool:
 
 
 def _choose_line_interval(total: int) -> int:
-    """The smallest of 1, 2, 5, 10, 20, ... with at most 50 lines, but not over 1000."""
+    """Returns the smallest of 1, 2, 5, 10, 20, ... that results in at most 50 lines, but at most 1000."""
     sizes = (digit * 10**power for power in range(4) for digit in (1, 2, 5))
     return next((size for size in sizes if size * 50 >= total or size >= _MAX_LINE_STEPS), _MAX_LINE_STEPS)

@@ -1,4 +1,4 @@
-"""Files with one JSON object per line, which belong to the steps of a run."""
+"""Files with one JSON object per line, each of which belongs to a step of a run."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class JsonLines:
-    """A file of lines, appended one at a time.
+    """A file with one JSON object per line, to which lines are appended one at a time.
 
     Args:
-        path: the file; may be missing.
-        resume_step: lines of later steps are dropped, because they are logged a second time; with 0, an existing file
-            is renamed.
-        expected: expected lines of the file.
+        path: path of the file, which does not need to exist.
+        resume_step: number of completed steps. Lines of later steps are dropped, because they are logged a second time.
+            With 0, an existing file is renamed.
+        expected: lines that the file is expected to contain.
 
     Attributes:
         missing: steps of the missing lines, by name of the line.
-        initial_lines: the lines of the file at opening.
+        initial_lines: lines that the file contained when it was opened.
 
     Raises:
-        MachineError: here and in every method, if the file cannot be written, or was removed.
+        MachineError: in the constructor and in every method, if the file cannot be written or was removed.
     """
 
     def __init__(self, path: Path, resume_step: int, expected: Plain | None = None):
@@ -50,16 +50,17 @@ class JsonLines:
         required = Series(expected)
         self.missing = required.missing_in(existing)
         self.initial_lines = existing.to_plain()
-        # Missing lines stay missing, however often the run is resumed.
+        # Missing lines stay recorded as missing, however often the run resumes.
         self._series = required.union(existing) if self.missing else existing
 
     @property
     def series(self) -> Plain:
-        """All lines the file should have, for `expected` at the next start."""
+        """All lines that the file should contain, to be passed as `expected` at the next start."""
         return self._series.to_plain()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        # One unbuffered write per line: a kill between two steps loses no line, and a kill during a write tears none.
+        # Each line is one unbuffered write, so a kill between two steps loses no line, and a kill during a write tears
+        # none.
         line = _encode_line(record)
         try:
             written = os.write(self._fd, line)
@@ -67,7 +68,7 @@ class JsonLines:
                 written += os.write(self._fd, line[written:])
             links = os.fstat(self._fd).st_nlink
         except OSError as error:
-            # A full disk may have taken half a line, which would corrupt the next one.
+            # If the disk is full, a part of the line may have been written, which would corrupt the next line.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._size)
             raise unwritable_error(self.path, error) from error
@@ -77,14 +78,14 @@ class JsonLines:
         self._series.add(line_name(record), record["step"])
 
     def read_records(self) -> list[dict[str, Any]]:
-        """Reads its records; non-finite floats stay strings."""
+        """Reads the records in the file. Non-finite floats remain strings."""
         try:
             return [record for record, _ in parse_records(self.path.read_bytes())[0]]
         except OSError as error:
             raise unwritable_error(self.path, error) from error
 
     def insert(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Inserts records of earlier steps between the other lines, by step and time."""
+        """Inserts records of earlier steps between the existing lines, ordered by step and time."""
         ordered = sorted([*self.read_records(), *records], key=lambda record: (record["step"], record.get("time", 0.0)))
         try:
             write_atomically(self.path, b"".join(_encode_line(record) for record in ordered))
@@ -95,7 +96,7 @@ class JsonLines:
             raise unwritable_error(self.path, error) from error
 
     def sync(self) -> None:
-        """Flushes all lines to disk, to survive a power cut."""
+        """Flushes all lines to disk, so that they survive a power cut."""
         try:
             os.fsync(self._fd)
             opened = os.fstat(self._fd)
@@ -111,7 +112,7 @@ class JsonLines:
     def close(self) -> None:
         if self._fd < 0:
             return
-        # Closing twice is harmless: this happens if another tracker fails to open.
+        # Closing the file twice must be safe, because this happens if another tracker cannot be opened.
         fd, self._fd = self._fd, -1
         try:
             os.fsync(fd)
@@ -129,12 +130,15 @@ class JsonLines:
 
 
 def decode_non_finite(value: Any) -> Any:
-    """Converts a value in these files back to the logged one: strings for non-finite floats become floats."""
+    """Converts a value in these files back to the logged value.
+
+    Strings that represent non-finite floats become floats.
+    """
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def parse_records(content: bytes) -> tuple[list[tuple[dict[str, Any], bytes]], int]:
-    """Parses the records with their lines, and counts the invalid lines, including a torn last one."""
+    """Returns the records with their lines, and the number of invalid lines, which include an incomplete last line."""
     records, broken = [], 0
     for line in content.splitlines(keepends=True):
         try:
@@ -149,7 +153,7 @@ def parse_records(content: bytes) -> tuple[list[tuple[dict[str, Any], bytes]], i
 
 
 def unwritable_error(path: Path, error: OSError) -> MachineError:
-    """The error for an unwritable file."""
+    """Returns the error for a file that cannot be written."""
     return MachineError(
         f"{path}: cannot be written ({error.strerror or error}); make room or mend the directory, then start the same "
         f"command again: the run goes on from its newest checkpoint"
@@ -161,14 +165,16 @@ def _encode_line(record: Mapping[str, Any]) -> bytes:
 
 
 def _open_to_append(path: Path) -> int:
-    # O_APPEND: lines go to the end even if another process has the file open.
+    # With O_APPEND, lines go to the end of the file even if another process has the file open.
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
 
 def _drop_steps_after(path: Path, step: int) -> Series:
-    """Keeps the complete lines of steps up to `step`, and returns them; the file is replaced atomically.
+    """Keeps the complete lines of steps up to and including `step`, and returns their series.
 
-    If the run starts at step 0, the file is renamed and kept: its checkpoints were lost or moved, so the steps may
+    Replaces the file atomically.
+
+    If the run starts at step 0, the file is renamed and kept: the checkpoints were lost or moved, so the steps may
     never be logged a second time.
     """
     series = Series()
@@ -181,7 +187,7 @@ def _drop_steps_after(path: Path, step: int) -> Series:
     if records and not step:
         path.rename(renamed := _find_unused_path(path))
         last = max(record["step"] for record, _ in records)
-        # Warn once for all files of a run.
+        # Warns only once for all files of a run.
         level = logging.WARNING if path.name == METRICS else logging.INFO
         logger.log(level, "%s reached step %d, but no checkpoint was found: kept as %s", path, last, renamed.name)
         return series
@@ -199,13 +205,13 @@ def _drop_steps_after(path: Path, step: int) -> Series:
 
 
 def _find_unused_path(path: Path) -> Path:
-    """The first of `metrics-1.jsonl`, `metrics-2.jsonl`, ... without a file."""
+    """Returns the first path among `metrics-1.jsonl`, `metrics-2.jsonl`, ... that does not exist."""
     names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
     return next(name for name in names if not name.exists())
 
 
 def _sync_directory(directory: Path) -> None:
-    """Flushes the names in a directory to disk, to survive a power cut, if the file system supports it."""
+    """Flushes the entries of a directory to disk, so that they survive a power cut, if the file system supports it."""
     fd = os.open(directory, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

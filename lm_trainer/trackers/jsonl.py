@@ -1,4 +1,4 @@
-"""The files in every run directory: metrics.jsonl, summary.json, texts.jsonl, histograms.jsonl."""
+"""The files that every run directory has: metrics.jsonl, summary.json, texts.jsonl and histograms.jsonl."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class JsonlConfig(TrackerConfig):
 
     type: Literal["jsonl"] = "jsonl"
     path: LocalPath
-    """The directory; metrics.jsonl and its companions go to `path`/run id."""
+    """Directory; metrics.jsonl and the other files are written to `path`/run id."""
 
     def open(self, run: TrackedRun) -> JsonlTracker:
         directory = local_path(self.path) / run.id
@@ -44,23 +44,25 @@ class JsonlConfig(TrackerConfig):
 
 
 class JsonlTracker:
-    """Writer of one JSON object per line, each complete before the next step begins.
+    """Writes files with one JSON object per line. Each line is complete before the next step begins.
 
     A line of metrics.jsonl is `{"step": 12, "time": 1765432100.123, "train/loss": 2.5, ...}`, with the time in seconds
-    since 1970. A number reads back as the identical float; JSON has no NaN and no infinity, so these are the strings
-    "NaN", "Infinity" and "-Infinity" (`read_metrics` converts them back). Each checkpoint adds a line with the string
-    `fingerprint`, each alert one with the strings `alert` (its kind) and `message`. Texts have `name` and `text`
-    instead of metrics, histograms `name`, `counts` and `edges`.
+    since 1970. Reading a number returns the identical float. JSON has no NaN and no infinity, so these values are the
+    strings "NaN", "Infinity" and "-Infinity" (`read_metrics` converts them back). Each checkpoint adds a line with the
+    string `fingerprint`, and each alert adds a line with the strings `alert` (the kind of alert) and `message`. Instead
+    of metrics, texts have the keys `name` and `text`, and histograms have `name`, `counts` and `edges`.
 
     Raises:
-        MachineError: here and in every method, if a file cannot be written. Earlier lines stay complete.
+        MachineError: in the constructor and in every method, if a file cannot be written. Earlier lines remain
+            complete.
     """
 
     def __init__(self, run: TrackedRun):
         self._run = run
         self._files: dict[str, JsonLines] = {}
         self._open_lines(METRICS)
-        # Opened now if they exist or should, since opening drops repeated steps; otherwise with the first line.
+        # These files are opened now if they exist or should exist, because opening them drops the steps that are logged
+        # a second time. Otherwise they are opened with their first line.
         for name in (TEXTS, HISTOGRAMS):
             if (run.dir / name).exists() or name in run.series:
                 self._open_lines(name)
@@ -77,7 +79,7 @@ class JsonlTracker:
         self._open_lines(METRICS).write(_start_record(step) | dict(record))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Ignored: the run directory has its config.yaml."""
+        """Does nothing, because the run directory contains config.yaml."""
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
         self._summary |= summary
@@ -98,7 +100,7 @@ class JsonlTracker:
         self._open_lines(METRICS).write({**_start_record(step), "alert": kind, "message": message})
 
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
-        """Ignored: artifacts are files of the run directory."""
+        """Does nothing, because artifacts are files in the run directory."""
 
     def missing_lines(self, lines: Mapping[str, Series]) -> Missing:
         existing = self.lines
@@ -138,7 +140,7 @@ class JsonlTracker:
             lines.close()
 
     def _open_lines(self, name: str) -> JsonLines:
-        """The file with this name, without the lines that a resumed run repeats."""
+        """Opens the file with this name if necessary, and drops the lines that a resumed run logs a second time."""
         if name not in self._files:
             run = self._run
             self._files[name] = JsonLines(run.dir / name, run.resume_step, run.series.get(name))
@@ -148,7 +150,8 @@ class JsonlTracker:
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """Reads the lines of a run's metrics.jsonl in order, with NaN and infinities as floats.
 
-    The file of a running run may be read at any time. A torn last line, for example after a power cut, is skipped.
+    The file may be read at any time while the run is in progress. An incomplete last line, for example after a power
+    cut, is skipped.
     """
     records, _ = parse_records((Path(run_dir) / METRICS).read_bytes())
     return [{name: decode_non_finite(value) for name, value in record.items()} for record, _ in records]
@@ -159,7 +162,7 @@ def _start_record(step: int) -> dict[str, Any]:
 
 
 def encode_non_finite(value: Any) -> Any:
-    """Converts a value to its form in these files: non-finite floats become strings."""
+    """Converts a value to its representation in these files. Non-finite floats become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):

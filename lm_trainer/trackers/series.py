@@ -1,4 +1,4 @@
-"""Series of steps: the expected lines in a file of records, as stored in checkpoints."""
+"""Compact series of steps, which checkpoints use to store the expected lines of a file."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ from pathlib import Path
 from typing import Any
 
 Plain = dict[str, list[list[int]]]
-"""A series as JSON: name of a line -> ranges `[first, last, stride]` of steps."""
+"""A series as JSON: list of ranges `[first, last, stride]` of steps (both ends inclusive), by name of the line."""
 
 
 class Series:
-    """The steps of the lines of a file, by name of the line; small as JSON, for any number of lines.
+    """The steps of the lines in a file, by name of the line. The JSON form is small for any number of lines.
 
-    The name of a line of metrics is its first metric, such as `train/loss`; texts and histograms have a `name`.
+    The name of a line with metrics is the name of its first metric, such as `train/loss`. Texts and histograms have a
+    `name`.
     """
 
     def __init__(self, plain: Mapping[str, Iterable[Iterable[int]]] | None = None):
         self._ranges = {name: [list(span) for span in ranges] for name, ranges in (plain or {}).items()}
 
     def add(self, name: str, step: int) -> None:
-        """Adds a line; steps of one name do not decrease, and count once. Alerts are not counted: reruns differ."""
+        """Adds a line. Steps of the same name must not decrease, and a repeated step counts once.
+
+        Alerts are ignored, because they may differ when steps are computed a second time.
+        """
         if name == "alert":
             return
         ranges = self._ranges.setdefault(name, [])
@@ -33,16 +37,19 @@ class Series:
 
     @property
     def names(self) -> list[str]:
-        """The names of its lines."""
+        """Names of the lines."""
         return [*self._ranges]
 
     def steps(self, name: str) -> Iterator[int]:
-        """The steps of the lines of a name, in order."""
+        """Yields the steps of the lines with the given name, in ascending order."""
         for first, last, stride in self._ranges.get(name, []):
             yield from range(first, last + 1, stride)
 
     def missing_in(self, other: Series) -> dict[str, list[int]]:
-        """The lines missing in `other`: steps by name, only names with any."""
+        """Returns the steps of the lines that are missing in `other`, by name.
+
+        Names without missing lines are left out.
+        """
         missing = {}
         for name in self._ranges:
             existing = {*other.steps(name)}
@@ -51,7 +58,7 @@ class Series:
         return missing
 
     def union(self, other: Series) -> Series:
-        """The union of the lines of this series and `other`."""
+        """Returns the union of the lines in this series and in `other`."""
         union = Series()
         for name in {**self._ranges, **other._ranges}:
             for step in sorted({*self.steps(name), *other.steps(name)}):
@@ -59,23 +66,23 @@ class Series:
         return union
 
     def to_plain(self) -> Plain:
-        """The series as JSON."""
+        """Converts the series to JSON-compatible values."""
         return {name: [list(span) for span in ranges] for name, ranges in self._ranges.items()}
 
 
 def line_name(record: Mapping[str, Any]) -> str:
-    """The name of a line."""
+    """Returns the name of a line."""
     named = record.get("name")
     return named if isinstance(named, str) else next((key for key in record if key not in ("step", "time")), "")
 
 
 def describe_gap(file: Path, run_id: str, step: int, missing: Mapping[str, list[int]]) -> str:
-    """A message about missing lines in a file.
+    """Returns a message about missing lines in a file.
 
     Args:
         file: one of the run's files.
-        run_id: the run's name.
-        step: step of the checkpoint that remembers the lines.
+        run_id: ID of the run.
+        step: step of the checkpoint in which the lines were recorded.
         missing: steps of the missing lines, by name of the line.
     """
     kinds = (f"{kind} of {format_steps(steps)}" for kind, steps in missing.items())
@@ -86,7 +93,7 @@ def describe_gap(file: Path, run_id: str, step: int, missing: Mapping[str, list[
 
 
 def format_steps(steps: list[int]) -> str:
-    """Formats steps for people, such as `12, 20 to 31 and 40`."""
+    """Formats a list of steps as text, such as `12, 20 to 31 and 40`."""
     spans: list[list[int]] = []
     for step in steps:
         if spans and step == spans[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""Event files for TensorBoard."""
+"""Tracker that writes event files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from lm_trainer.trackers.catch_up import Missing, find_missing_lines, log_record
 from lm_trainer.trackers.event_files import LastStep
 from lm_trainer.trackers.series import Series
 
-# Each flush of a file in a bucket writes an object.
+# Files in a bucket are flushed rarely, because each flush writes an object.
 _REMOTE_FLUSH_SECONDS = 60.0
 
 
 class TensorboardConfig(TrackerConfig):
-    """Writes event files for `tensorboard --logdir`; the viewer is a separate package."""
+    """Writes event files for `tensorboard --logdir`. The viewer is a separate package."""
 
     type: Literal["tensorboard"] = "tensorboard"
     logdir: Annotated[str, PathType(schemes=("gs", "s3"))] | None = None
-    """Event files go to `logdir`/run id, which may be a gs:// or s3:// URL. Default: `tensorboard` in the run
-    directory."""
+    """Event files are written to `logdir`/run id, which may be a gs:// or s3:// URL. The default is `tensorboard` in
+    the run directory."""
 
     def open(self, run: TrackedRun) -> TensorboardTracker:
         return TensorboardTracker(self.directory(run), resume_step=run.resume_step)
 
     def directory(self, run: TrackedRun) -> str:
-        """The directory of the event files of a run."""
+        """Returns the directory for the event files of a run."""
         return (
             str(run.dir / "tensorboard") if self.logdir is None else f"{expand_home(self.logdir).rstrip('/')}/{run.id}"
         )
@@ -45,7 +45,10 @@ class TensorboardConfig(TrackerConfig):
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """Hides torch from imports that use it if it is installed, without needing it, at the cost of seconds."""
+    """Hides torch from packages that would import it if it is installed.
+
+    They do not need it, and importing it takes seconds.
+    """
     hidden = "torch" not in sys.modules
     if hidden:
         sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
@@ -57,10 +60,10 @@ def _without_torch() -> Iterator[None]:
 
 
 class TensorboardTracker:
-    """Writer of event files; each event is written when it is logged.
+    """Writes event files. Each event is written when it is logged.
 
-    `tensorboardX.SummaryWriter` is not used: it writes in a thread, and after the thread has died of a full disk, the
-    next call waits forever.
+    `tensorboardX.SummaryWriter` is not used, because it writes in a thread: if the thread dies because of a full disk,
+    the next call waits forever.
     """
 
     def __init__(self, directory: str, *, resume_step: int):
@@ -69,16 +72,16 @@ class TensorboardTracker:
             from tensorboardX.proto import event_pb2, summary_pb2
 
         self._text_summary, self._hparams = summary.text, summary.hparams
-        # The generated classes, whose names are invisible to type checkers.
+        # Type checkers do not see the names of generated protobuf classes.
         self._events: Any = event_pb2
         self._summaries: Any = summary_pb2
         remote = "://" in directory
         try:
             record_writer.directory_check(directory)
-            # Read the files of earlier attempts before this one adds a file.
+            # Reads the files of earlier attempts before this attempt adds a file.
             start = self._events.SessionLog.START
             self._shown = None if remote else LastStep(Path(directory), self._events.Event, start)
-            # tensorboardX names files by the second, which is not unique between attempts.
+            # tensorboardX names files by the time in seconds, which may not be unique among attempts.
             suffix = f".{time.time_ns() % 10**9:09}.{os.getpid()}"
             self._file = event_file_writer.EventsWriter(f"{directory}/events", suffix)
         except (OSError, ImportError) as error:
@@ -86,7 +89,7 @@ class TensorboardTracker:
         self._local = None if remote else next(Path(directory).glob(f"*{suffix}"))
         self._flush_seconds = _REMOTE_FLUSH_SECONDS if remote else 0.0
         self._flushed = time.monotonic()
-        # TensorBoard then drops the events of earlier files from this step on, which are logged a second time.
+        # Makes TensorBoard drop the events in earlier files from this step on, because they are logged a second time.
         first = resume_step + 1 if resume_step else 0
         self._write(first, session_log=self._events.SessionLog(status=self._events.SessionLog.START))
 
@@ -96,11 +99,11 @@ class TensorboardTracker:
         self._write(step, summary=summary(value=values))
 
     def log_record(self, record: Mapping[str, str], *, step: int) -> None:
-        """Ignored: TensorBoard draws numbers."""
+        """Does nothing, because TensorBoard only shows numbers over steps."""
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         self.log_text("config", _as_markdown(config), step=0)
-        # The values of the two metrics are placeholders: they declare metrics to sort runs by.
+        # The values of the two metrics are placeholders. They declare metrics by which TensorBoard can sort runs.
         for summary in self._hparams(dict(_flatten_config(config, "")), {"train/loss": 0.0, "eval/loss": 0.0}):
             self._write(0, summary=summary)
 
@@ -111,10 +114,10 @@ class TensorboardTracker:
         self._write(step, summary=self._text_summary(name, text))
 
     def log_histogram(self, name: str, counts: np.ndarray, edges: np.ndarray, *, step: int) -> None:
-        # Bucket limits must ascend: merge empty bins between equal edges.
+        # Bucket limits must increase strictly, so bins between equal edges are merged.
         keep = np.append(edges[2:] > edges[1:-1], True)
         middles = (edges[:-1] + edges[1:]) / 2
-        # Sums and squares use the middles of the bins: the values themselves are unknown.
+        # The sum and the sum of squares use the middles of the bins, because the values themselves are unknown.
         histogram = self._summaries.HistogramProto(
             min=edges[0],
             max=edges[-1],
@@ -132,10 +135,10 @@ class TensorboardTracker:
         self.log_text(f"alerts/{kind}", message, step=step)
 
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
-        """Ignored: TensorBoard shows no files, and the run directory has them."""
+        """Does nothing, because TensorBoard does not show files, and the run directory contains them."""
 
     def missing_lines(self, lines: Mapping[str, Series]) -> Missing:
-        # A bucket would have to download entire files.
+        # Files in a bucket would have to be downloaded completely.
         if self._shown is None:
             return {}
         recorded = {
@@ -152,7 +155,7 @@ class TensorboardTracker:
         self._file.flush()
         self._flushed = time.monotonic()
         if self._local is not None:
-            # Opened by name, to notice a removed file.
+            # Opens the file by its name, to detect that it was removed.
             with self._local.open("rb") as file:
                 os.fsync(file.fileno())
 
@@ -172,7 +175,7 @@ def _as_markdown(values: Mapping[str, Any]) -> str:
 
 
 def _flatten_config(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """The leaves of a configuration by dotted key, for comparing runs in TensorBoard."""
+    """Yields the leaves of a configuration by dotted key, for comparing runs in TensorBoard."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _flatten_config(inner, f"{key}.{name}" if key else str(name))

@@ -1,6 +1,6 @@
-"""Token probabilities of a few documents over the steps of a run: their file, and an HTML page.
+"""Token probabilities of a few documents over the steps of a run: the file that stores them, and an HTML page.
 
-Shape letters: S predicted tokens of a document, K most likely tokens.
+Shape letters: S is the number of predicted tokens in a document, K the number of most likely tokens.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from lm_trainer.core.files import append_line
 from lm_trainer.core.html_page import render_page
 
 FILE, PAGE = "token-probabilities.jsonl", "token-probabilities.html"
-"""File names in the run directory."""
+"""Names of the file and of the page in the run directory."""
 
 MAX_STEPS = 40
-"""Maximum number of evaluations on a page: the first, the last, and evenly spaced ones in between."""
+"""Maximum number of evaluations on a page. They are evenly spaced and include the first and the last evaluation."""
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Scores of a document at a step, in hundredths of nats to keep files small."""
+    """Token scores of a document at a step. Log probabilities are in hundredths of nats, to keep files small."""
 
     nll_S: list[int]
-    """-log p of each token except the first."""
+    """-log p of each token except the first, in hundredths of nats."""
     rank_S: list[int]
-    """Number of more likely tokens."""
+    """Number of tokens of the vocabulary that are more likely than the token in the document, at each position."""
     top_SK: list[list[tuple[int, int]]]
-    """Id and -log p of the most likely tokens."""
+    """ID and -log p of each of the most likely tokens, at each position."""
 
     @classmethod
     def from_outputs(cls, nll_S: np.ndarray, rank_S: np.ndarray, ids_SK: np.ndarray, nll_SK: np.ndarray) -> TokenScores:
-        """Rounds the outputs of a program."""
+        """Creates the scores from the outputs of the compiled program, rounded to hundredths of nats."""
         top = [
             [(int(i), int(n)) for i, n in zip(ids, nlls, strict=True)]
             for ids, nlls in zip(ids_SK, _round_to_hundredths(nll_SK), strict=True)
@@ -46,7 +46,7 @@ class TokenScores:
 
 
 def _round_to_hundredths(nll: np.ndarray) -> np.ndarray:
-    # Non-finite losses become a large finite one.
+    # Non-finite losses become a large finite value.
     return np.rint(np.nan_to_num(nll.astype(np.float64), nan=1e4, posinf=1e4) * 100).astype(int)
 
 
@@ -55,15 +55,15 @@ class TokenHistory:
     """The documents of a run, and their probabilities at each evaluation."""
 
     documents: list[list[int]]
-    """Token ids."""
+    """Token IDs of each document."""
     tokens: dict[int, str]
-    """Text of every token used."""
+    """Text of every token that occurs, by token ID."""
     steps: dict[int, list[TokenScores]] = field(default_factory=dict)
-    """Step -> scores of each document."""
+    """Scores of each document, by step."""
 
     @classmethod
     def read(cls, directory: Path) -> TokenHistory:
-        """Reads the file of a run directory; an incomplete line is left out.
+        """Reads the file in a run directory. Incomplete lines are left out.
 
         Raises:
             UserError: if the file does not exist.
@@ -92,7 +92,7 @@ class TokenHistory:
             # A run started from scratch, or with other documents, starts a new history.
             self.documents, self.steps = record["documents"], {}
         if "step" in record:
-            # A repeated step replaces all later ones.
+            # If a step is repeated, the scores at all later steps are dropped.
             self.steps = {step: scored for step, scored in self.steps.items() if step < record["step"]}
             columns = zip(record["nll"], record["rank"], record["top"], strict=True)
             self.steps[record["step"]] = [
@@ -101,7 +101,7 @@ class TokenHistory:
 
 
 class TokenFile:
-    """The file of a run directory, written line by line."""
+    """The file with token probabilities in a run directory, written line by line."""
 
     def __init__(self, directory: Path, documents: Sequence[Sequence[int]], texts: Any):
         self._path, self._texts = directory / FILE, texts
@@ -118,7 +118,7 @@ class TokenFile:
             )
 
     def add(self, step: int, scored: Sequence[TokenScores]) -> None:
-        """Writes the probabilities at a step."""
+        """Adds the scores of all documents at a step, and writes them to the file."""
         self.history.steps = {s: document_scores for s, document_scores in self.history.steps.items() if s < step}
         self.history.steps[step] = list(scored)
         ids = (index for document_scores in scored for top in document_scores.top_SK for index, _ in top)
@@ -138,7 +138,8 @@ class TokenFile:
         return new
 
     def _write(self, record: dict[str, Any]) -> None:
-        # Flushed to disk before the checkpoint of this step: it must survive a power cut if the checkpoint does.
+        # The line is flushed to disk before the checkpoint of this step, because it must survive a power cut if the
+        # checkpoint does.
         append_line(self._path, json.dumps(record, separators=(",", ":")).encode())
 
 
@@ -147,10 +148,10 @@ def _all_token_ids(documents: Sequence[Sequence[int]]) -> Iterable[int]:
 
 
 def render_token_page(runs: Mapping[str, TokenHistory]) -> str:
-    """A self-contained page with the documents of one run, or of two side by side.
+    """Renders a self-contained HTML page with the documents of one run, or of two runs side by side.
 
     Raises:
-        UserError: for two runs with different documents, and for a run without an evaluation.
+        UserError: if two runs have different documents, or a run has not been evaluated yet.
     """
     histories = list(runs.values())
     for name, history in runs.items():

@@ -1,4 +1,4 @@
-"""Trackio: a dashboard on the user's own machine, or in a Hugging Face Space."""
+"""Tracker for Trackio, a dashboard on the user's own machine or in a Hugging Face Space."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 
 
 class TrackioConfig(TrackerConfig):
-    """Logs to Trackio: `pip install "lm_trainer[trackio]"`; `trackio show` opens the dashboard."""
+    """Logs to Trackio. Install it with `pip install "lm_trainer[trackio]"`. `trackio show` opens the dashboard."""
 
     type: Literal["trackio"] = "trackio"
     project: str = "lm_trainer"
-    """Project; the dashboard compares its runs."""
+    """Name of the project. The dashboard compares the runs of a project."""
     name: str | None = None
-    """Name of the run. Default: its id."""
+    """Name of the run in Trackio. The default is the run ID."""
     group: str | None = None
     """Group of related runs."""
     space_id: str | None = None
-    """A Hugging Face Space to log to, as in `user/space`, with the token of `hf auth login`. Default: the environment's
-    TRACKIO_SPACE_ID, or else this machine, in TRACKIO_DIR."""
+    """Hugging Face Space to log to, such as `user/space`, with the token of `hf auth login`. The default is the
+    environment variable TRACKIO_SPACE_ID or, if it is not set, the directory TRACKIO_DIR on this machine."""
 
     @model_validator(mode="after")
     def _is_installed(self) -> TrackioConfig:
@@ -46,9 +46,10 @@ class TrackioConfig(TrackerConfig):
 
 
 class TrackioTracker:
-    """One Trackio run, continued by a resumed run.
+    """One Trackio run, which is continued when the training run resumes.
 
-    Repeated steps of a resumed run appear twice: Trackio cannot drop records, and the numbers are the same.
+    Steps that a resumed run computes a second time appear twice, with the same values, because Trackio cannot drop
+    records.
     """
 
     def __init__(self, config: TrackioConfig, run: TrackedRun):
@@ -58,7 +59,8 @@ class TrackioTracker:
         self._local = config.space_id is None and not any(map(os.environ.get, _REMOTE))
         with _suppress_prints():
             try:
-                # Not embedded in a notebook, and without the machine's load among the metrics of a step.
+                # Does not embed the dashboard in a notebook, and does not add the load of the machine to the metrics of
+                # a step.
                 self._run: Any = trackio.init(
                     config.project,
                     name=config.name or run.id,
@@ -75,7 +77,7 @@ class TrackioTracker:
         self._run.log(dict(metrics), step=step)
 
     def log_record(self, record: Mapping[str, str], *, step: int) -> None:
-        """Ignored: Trackio draws numbers."""
+        """Does nothing, because Trackio only shows numbers over steps."""
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         # Trackio sends the configuration with the first metrics.
@@ -99,7 +101,7 @@ class TrackioTracker:
             self._run.log_artifact(str(path), name=f"{name}-{self._run.name}", type=type)
 
     def missing_lines(self, lines: Mapping[str, Series]) -> Missing:
-        # Querying a Space for so many lines at each start is too slow.
+        # Querying a Space for that many lines at each start would be too slow.
         if not self._local:
             return {}
         from trackio.sqlite_storage import SQLiteStorage
@@ -114,15 +116,15 @@ class TrackioTracker:
         log_records(self, records)
 
     def sync(self) -> None:
-        """Ignored: Trackio writes and sends in a thread."""
+        """Does nothing, because Trackio writes and sends data in its own thread."""
 
     def close(self) -> None:
         with _suppress_prints():
-            self._trackio.finish()  # unlike the run's own, nothing is left for the interpreter's exit
+            self._trackio.finish()  # unlike `self._run.finish`, leaves nothing to do at exit
 
 
 @contextlib.contextmanager
 def _suppress_prints() -> Iterator[None]:
-    """Swallows the prints of Trackio, which would break the progress bar."""
+    """Discards the output that Trackio prints, because it would break the progress bar."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Tracker for Weights & Biases."""
 
 from __future__ import annotations
 
@@ -21,36 +21,44 @@ from lm_trainer.trackers.series import Series
 from lm_trainer.trackers.wandb_log import read_logged_steps
 
 STEP = "global_step"
-"""The x axis of all metrics. W&B's own step cannot go back, so it would drop the repeated steps of a resumed run."""
+"""Name of the x axis of all metrics. W&B's own step cannot decrease, so W&B would drop steps that a resumed run
+repeats."""
 _MAX_SOURCE_BYTES = 1 << 20
 
 
 class WandbConfig(TrackerConfig):
-    """Logs to Weights & Biases: `pip install "lm_trainer[wandb]"`, then `wandb login` or WANDB_API_KEY."""
+    """Logs to Weights & Biases.
+
+    Install it with `pip install "lm_trainer[wandb]"`, then run `wandb login` or set WANDB_API_KEY.
+    """
 
     type: Literal["wandb"] = "wandb"
     project: str | None = None
-    """Default: WANDB_PROJECT, or else W&B's own default."""
+    """Name of the project. The default is the environment variable WANDB_PROJECT, otherwise W&B's own default."""
     entity: str | None = None
-    """User or team. Default: WANDB_ENTITY, or else yours."""
+    """User or team. The default is the environment variable WANDB_ENTITY, otherwise the default entity of your
+    account."""
     tags: tuple[str, ...] = ()
     """Labels of the run."""
     group: str | None = None
     """Group of related runs."""
     id: str | None = None
-    """Default: the id of the run, so a resumed run continues in the same place."""
+    """ID in W&B. The default is the run ID, so that a resumed run continues the same W&B run."""
     name: str | None = None
-    """Display name in W&B. Default: the id."""
+    """Display name in W&B. The default is the ID."""
     resume: Literal["allow", "must", "never", "auto"] = "allow"
-    """Reaction to an id known to W&B: `allow` continues the run, `never` refuses; `must` refuses an unknown id; `auto`
-    continues only after a crash on the same machine."""
+    """Reaction to an ID that W&B already knows: `allow` continues the W&B run, `never` raises an error, and `auto`
+    continues it only after a crash on the same machine. `must` continues it too, and raises an error for an unknown
+    ID."""
     mode: Literal["online", "offline", "disabled"] | None = None
-    """`offline` writes to the run directory, for a later `wandb sync`. Default: WANDB_MODE, else online."""
+    """`offline` writes to the run directory, for a later `wandb sync`. The default is the environment variable
+    WANDB_MODE, otherwise `online`."""
     save_code: bool = True
-    """Upload the files tracked by git in the repository of the main script, or else of lm_trainer, except hidden files,
-    such as `.env`, and files over 1 MB."""
+    """Upload the files that git tracks in the repository of the main script or, if git does not track the script, of
+    lm_trainer. Hidden files such as `.env` and files over 1 MB are not uploaded."""
     save_xla_dumps: bool = False
-    """Upload XLA's dumps at the end; needs `--xla_dump_to=DIRECTORY` in the environment's XLA_FLAGS."""
+    """Upload the dumps of XLA at the end of the run. Requires `--xla_dump_to=DIRECTORY` in the environment variable
+    XLA_FLAGS."""
 
     @model_validator(mode="after")
     def _is_installed(self) -> WandbConfig:
@@ -62,7 +70,7 @@ class WandbConfig(TrackerConfig):
 
 
 class WandbTracker:
-    """One W&B run, resumed if W&B knows its id."""
+    """One W&B run, which is resumed if W&B already knows its ID."""
 
     def __init__(self, config: WandbConfig, run: TrackedRun):
         import wandb
@@ -82,8 +90,8 @@ class WandbTracker:
                 mode=config.mode,
                 dir=str(run.dir),
                 resume=config.resume,
-                # By default W&B copies the main script, a diff of the entire checkout, the command line and the address
-                # of the repository, with any secrets in them.
+                # By default W&B uploads the main script, a diff of the entire checkout, the command line and the
+                # address of the repository, including any secrets in them.
                 settings=wandb.Settings(console="off", disable_code=True, disable_git=True, x_disable_meta=True),
             )
         except UsageError as error:
@@ -97,7 +105,7 @@ class WandbTracker:
         self._run.log({STEP: step, **metrics})
 
     def log_record(self, record: Mapping[str, str], *, step: int) -> None:
-        """Ignored: W&B draws numbers."""
+        """Does nothing, because W&B only shows numbers over steps."""
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         self._run.config.update(dict(config), allow_val_change=True)
@@ -119,7 +127,7 @@ class WandbTracker:
 
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         if type == "html":
-            # Shown among the charts; a file would have to be downloaded.
+            # W&B shows HTML among the charts, whereas a file would have to be downloaded.
             self._run.log({STEP: self._step, name: self._wandb.Html(str(path))})
             return
         files = {path.name: path}
@@ -133,8 +141,9 @@ class WandbTracker:
             return {}
         if run.offline:
             return find_missing_lines(lines, read_logged_steps(self._directory, run.id, STEP))
-        # The server would need a request for every thousand lines. But lines are lost only at the end of an attempt,
-        # by a kill or once the tracker is switched off, and the server returns the last step of a resumed run.
+        # Reading the lines from the server would take one request per thousand lines. However, lines are only lost at
+        # the end of an attempt, by a kill or after the tracker was switched off, and the server returns the last step
+        # of a resumed run.
         last = run.summary.get(STEP, math.inf) if run.resumed else 0
         recorded = {
             name: [step for step in series.steps(name) if step <= last]
@@ -147,7 +156,7 @@ class WandbTracker:
         log_records(self, records)
 
     def sync(self) -> None:
-        """Ignored: W&B writes and sends in another process."""
+        """Does nothing, because W&B writes and sends data in another process."""
 
     def close(self) -> None:
         if self._dump_dir is not None and self._dump_dir.is_dir():
@@ -162,26 +171,27 @@ class WandbTracker:
 
 
 def git_tracked_files() -> dict[str, Path]:
-    """Files (name -> path) tracked by git in the repository of the main script, except hidden and large ones.
+    """Returns the paths of the files that git tracks in the repository of the main script, by name in the repository.
 
-    If git does not track the main script, as for `lmt`, uses the checkout of lm_trainer; empty without one.
+    Leaves out hidden and large files. If git does not track the main script, as for `lmt`, uses the checkout of
+    lm_trainer. Returns an empty dict if there is no checkout.
     """
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     root = (main and _find_repository(Path(main).resolve())) or _find_repository(Path(__file__).resolve())
     if root is None:
         return {}
-    # Only tracked files: an untracked one may be a data dump or contain a key.
+    # Uses only tracked files, because an untracked file may be a data dump or contain a key.
     listed = _run_git(root, "ls-files", "-z") or ""
     names = [name for name in listed.split("\0") if name and not any(p.startswith(".") for p in name.split("/"))]
     files = {name: root / name for name in names}
-    # A link may point out of the repository.
+    # Skips links, because they may point out of the repository.
     return {
         n: p for n, p in files.items() if p.is_file() and not p.is_symlink() and p.stat().st_size <= _MAX_SOURCE_BYTES
     }
 
 
 def _find_repository(file: Path) -> Path | None:
-    """Root of the checkout in which git tracks `file`."""
+    """Returns the root of the checkout in which git tracks `file`, or None if git does not track it."""
     if not _run_git(file.parent, "ls-files", "--error-unmatch", file.name):
         return None
     top = _run_git(file.parent, "rev-parse", "--show-toplevel")

@@ -1,4 +1,4 @@
-"""Reads W&B's transaction logs, which contain the records of a run on this machine."""
+"""Reads the transaction logs of W&B, which contain the records of a run on this machine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from glob import escape
 from pathlib import Path
 
 _HEADER, _BLOCK = 7, 1 << 15
-"""Bytes of the file header and of each fragment's header; bytes of a block, which fragments never cross."""
+"""Size in bytes of the file header and of each fragment header, and size of a block. Fragments never cross blocks."""
 _FULL, _FIRST, _LAST = 1, 2, 4
-"""Kinds of fragments: a complete record, and the first and the last fragment of a record."""
+"""Kinds of fragments: a complete record, the first fragment of a record, and its last fragment."""
 
 
 def read_logged_steps(directory: Path, run_id: str, step_key: str) -> dict[str, set[int]]:
-    """The steps of each key in the history of a run, from its logs below `directory`/wandb."""
+    """Returns the steps at which each key was logged in a run, from the logs of the run in `directory`/wandb."""
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
     steps: dict[str, set[int]] = defaultdict(set)
@@ -24,7 +24,8 @@ def read_logged_steps(directory: Path, run_id: str, step_key: str) -> dict[str, 
             try:
                 keys = {item.key or item.nested_key[0]: item for item in Record.FromString(content).history.item}
                 step = int(keys[step_key].value_json) if step_key in keys else None
-            # A record damaged by a power cut; protobuf's error class is in W&B's copy of the package.
+            # The record may be damaged by a power cut. The error class of protobuf is in W&B's own copy of that
+            # package.
             except Exception:
                 continue
             if step is not None:
@@ -34,12 +35,15 @@ def read_logged_steps(directory: Path, run_id: str, step_key: str) -> dict[str, 
 
 
 def _iter_records(data: bytes) -> Iterator[bytes]:
-    """The complete records of a log in LevelDB's format: fragments start with CRC (4 bytes), length (2), kind (1)."""
+    """Yields the complete records in a log in LevelDB's format.
+
+    Each fragment starts with a CRC (4 bytes), its length (2 bytes) and its kind (1 byte).
+    """
     offset, parts = _HEADER, []
     while offset + _HEADER <= len(data):
         left = _BLOCK - offset % _BLOCK
         length, kind = int.from_bytes(data[offset + 4 : offset + 6], "little"), data[offset + 6]
-        # Zeros fill the end of a block, and the unwritten part after a power cut.
+        # The end of a block is filled with zeros, and so is the part that was not written before a power cut.
         if left < _HEADER or not kind:
             offset += left
             continue

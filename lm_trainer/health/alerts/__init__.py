@@ -1,4 +1,4 @@
-"""Alerts of a run (`trainer.alerts`): one file per kind, and the config section listing them."""
+"""Alerts of a run: one module per kind of alert, and the config section `trainer.alerts` that lists them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ _SHELL_OPERATORS = {"|", "||", "&", "&&", ";", "<", ">", ">>", "2>", "2>&1"}
 
 
 class AlertsConfig(Config):
-    """Alerts to the terminal, metrics.jsonl, the trackers and a command. They evaluate metrics logged anyway, after the
-    step, and do not affect the results of the run. Set a kind to null to turn it off.
+    """Alerts sent to the terminal, metrics.jsonl, the trackers and a command.
+
+    They evaluate metrics that are logged anyway, after each step, and do not affect the results of the run. Set a kind
+    to null to turn it off.
     """
 
     loss_spike: LossSpike | None = LossSpike()

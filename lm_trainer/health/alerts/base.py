@@ -1,4 +1,4 @@
-"""Base class of alert kinds, and shared statistics."""
+"""Base class of the alert kinds, and statistics that they share."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import NamedTuple
 from lm_trainer.core.config import Config
 
 Check = Callable[[Mapping[str, float]], str | None]
-"""Called with the logged metrics of each step, by name; returns a message to alert, or None."""
+"""Function that receives the logged metrics of each step, by name, and returns the message of an alert or None."""
 
 LOSS, GRAD_NORM = "train/loss", "optim/grad_norm"
 STEP_TIME, DATA_WAIT = "throughput/step_time", "throughput/data_wait"
-"""Metric names; throughput metrics are absent at steps without a separate time measurement."""
+"""Metric names. Throughput metrics are missing at steps whose time was not measured separately."""
 
 _NORMAL_MAD = 1.4826
-"""Ratio of standard deviation to median absolute deviation of a normal distribution (Leys et al. 2013)."""
+"""Ratio of the standard deviation to the median absolute deviation of a normal distribution (Leys et al. 2013)."""
 _MIN_SPREAD = 1e-3
-"""Minimum spread as a fraction of the median: nearly constant values must not trigger alerts."""
+"""Minimum spread as a fraction of the median, so that nearly constant values do not trigger alerts."""
 
 
 class Alert(NamedTuple):
@@ -35,15 +35,18 @@ class Alert(NamedTuple):
 
 
 class AlertKind(Config):
-    """A kind of alert and its settings. To add one: a file with a subclass, and a field in `AlertsConfig`."""
+    """A kind of alert and its settings.
+
+    To add a kind, define a subclass in a new file and add a field to `AlertsConfig`.
+    """
 
     @abstractmethod
     def build_check(self) -> Check:
-        """Returns a new check with separate state; it is called once after each step."""
+        """Returns a new check with its own state, to be called once after each step."""
 
 
 class RobustWindow:
-    """Median and spread of the last values; robust against single outliers.
+    """Median and spread of the last values. They are robust against single outliers.
 
     Args:
         size: number of values in the window.
@@ -59,7 +62,7 @@ class RobustWindow:
         return statistics.median(self._values)
 
     def z_score(self, value: float) -> float | None:
-        """Robust z-score against the previous values: (value - median) / (1.4826 MAD). None if they are too few.
+        """Returns the robust z-score (value - median) / (1.4826 MAD) of a value; None if the window has too few values.
 
         Source: Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993.
         """
@@ -70,6 +73,6 @@ class RobustWindow:
         return (value - median) / max(spread, _MIN_SPREAD * abs(median), 1e-12)
 
     def add(self, value: float) -> None:
-        """Adds a value to the window; non-finite values are ignored."""
+        """Adds a value to the window. Non-finite values are ignored."""
         if math.isfinite(value):
             self._values.append(value)

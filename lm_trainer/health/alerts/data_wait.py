@@ -15,7 +15,7 @@ class DataWait(AlertKind):
     share: float = Field(default=0.2, gt=0, le=1)
     """Alert if at least this fraction of the time is spent waiting."""
     after: NonNegativeInt = 100
-    """Number of steps of an attempt before the first alert: text may still be tokenised at the start."""
+    """Number of steps at the start of an attempt without alerts, because text may still be tokenised then."""
 
     def build_check(self) -> Check:
         steps = 0

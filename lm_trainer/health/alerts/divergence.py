@@ -16,13 +16,13 @@ class Divergence(AlertKind):
     """The smoothed loss is well above its minimum in this attempt."""
 
     rise: PositiveFloat = 0.5
-    """Nats per token above the minimum. Before `window` steps, the median is over only 10 steps and the threshold three
-    times as high, because it is less smooth."""
+    """Alert if the smoothed loss is this far above its minimum, in nats per token. Before `window` steps have passed,
+    the median covers only 10 steps, and the threshold is three times as high because this median is less smooth."""
     window: PositiveInt = 50
     """Number of steps in the running median of the loss."""
 
     def build_check(self) -> Check:
-        # If a run diverges at once, no lower loss is left to compare with when the window is full.
+        # If a run diverges immediately, the long window would never contain a lower loss to compare with.
         windows = ((_RunningMedian(self.window), self.rise), (_RunningMedian(_FIRST_WINDOW), 3 * self.rise))
 
         def check(metrics: Mapping[str, float]) -> str | None:
@@ -30,7 +30,7 @@ class Divergence(AlertKind):
             if not ready:
                 return None
             loss, rise = ready[0]
-            # If no loss was finite, the kind `non_finite` alerts.
+            # If no loss was finite, the kind `non_finite` has already raised an alert.
             if not math.isfinite(loss.lowest) or loss.value < loss.lowest + rise:
                 return None
             current = f"{loss.value:.4f} (median of {loss.steps} steps)"
@@ -52,8 +52,8 @@ class _RunningMedian:
         self.value = self.lowest = math.inf
 
     def add(self, loss: float) -> bool:
-        """Adds the loss of a step; returns True once the window is full."""
-        # Non-finite losses count as inf, so the median remains a number while they are few.
+        """Adds the loss of a step. Returns True once the window is full."""
+        # Non-finite losses count as inf, so the median remains finite as long as they are few.
         self._last.append(loss if math.isfinite(loss) else math.inf)
         if len(self._last) < self.steps:
             return False

@@ -11,8 +11,10 @@ from lm_trainer.health.alerts.base import AlertKind, Check
 
 
 class DeviceMemory(AlertKind):
-    """The memory of a device was nearly full; at most one alert per attempt. Needs JAX memory statistics, which CPUs
-    lack.
+    """The memory of a device was nearly full.
+
+    There is at most one alert per attempt. The alert needs the memory statistics of JAX, which are not available on
+    CPUs.
     """
 
     share: float = Field(default=0.95, gt=0, le=1)

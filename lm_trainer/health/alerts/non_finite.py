@@ -9,8 +9,9 @@ from lm_trainer.health.alerts.base import GRAD_NORM, LOSS, AlertKind, Check
 
 
 class NonFinite(AlertKind):
-    """The loss or the gradient norm is NaN or infinite. `trainer.crash_on_nan` and `crash_on_inf` determine how the run
-    reacts.
+    """The loss or the gradient norm is NaN or infinite.
+
+    `trainer.crash_on_nan` and `crash_on_inf` determine how the run reacts.
     """
 
     def build_check(self) -> Check:

@@ -20,17 +20,18 @@ class Rule(Config):
     """Ends the run when a metric exceeds a value for a number of consecutive steps."""
 
     metric: str = "train/loss"
-    """Logged name of a metric of every step; throughput metrics are refused, as they differ between processes."""
+    """Name of a metric that is logged at every step. Throughput metrics are not allowed, because they differ between
+    processes."""
     above: float
-    """Threshold of the metric; NaN counts as above."""
+    """Threshold for the metric. NaN counts as above the threshold."""
     steps: PositiveInt = 1
     """Number of consecutive steps above the threshold."""
 
 
 def build_rule_check(rules: Sequence[Rule]) -> Callable[[int, Mapping[str, float]], None]:
-    """Returns a function to call with the step and its metrics, which must be the same in all processes.
+    """Returns a function to call with the number of a step and its metrics, which must be the same in all processes.
 
-    It raises `RuleStop` when a rule applies, and `UserError` for a rule about an unknown metric.
+    The function raises `RuleStop` when a rule applies, and `UserError` if a rule refers to an unknown metric.
     """
     counts = [0] * len(rules)
 

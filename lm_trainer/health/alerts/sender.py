@@ -20,7 +20,7 @@ from lm_trainer.trackers.console import Progress
 from lm_trainer.trackers.jsonl import encode_non_finite
 
 _COMMAND_SECONDS = 60.0
-"""Timeout of one command, and at the end of a run of all running commands together."""
+"""Timeout of a single command and, at the end of a run, of all commands that are still running, in seconds."""
 
 
 class Alerts:
@@ -31,7 +31,7 @@ class Alerts:
         run_dir: the run directory, included in alerts; its last component is the run ID.
         trackers: trackers to send alerts to.
         progress: the terminal.
-        sends: True in the one process sending alerts; other processes only apply the stop rules.
+        sends: True in the one process that sends alerts. Other processes only apply the stop rules.
     """
 
     def __init__(self, config: AlertsConfig, run_dir: Path, trackers: Composite, progress: Progress, *, sends: bool):
@@ -40,7 +40,7 @@ class Alerts:
         self._rules = build_rule_check(config.stop)
         self._sends, self._command_works = sends, True
         self._silent_until: dict[str, int] = {}
-        # One at a time, so that slow commands do not pile up.
+        # Runs one command at a time, so that slow commands do not pile up.
         self._commands = ThreadPoolExecutor(1, "alert command")
         self._running: list[Future[None]] = []
         self._stalls: list[str] = []
@@ -70,12 +70,16 @@ class Alerts:
             self._rules(step, metrics)
         except RuleStop as stop:
             if self._sends:
-                # Not to the terminal, which shows the error anyway.
+                # The alert is not sent to the terminal, which shows the error anyway.
                 self._log_and_run_command(Alert(step, "stop", str(stop), all_metrics))
             raise
 
     def handle_stall(self, message: str) -> None:
-        """Handles the watchdog's message, in its thread: the main one hangs, so only the command runs immediately."""
+        """Handles a warning of the watchdog, in the watchdog's thread.
+
+        The main thread hangs, so only the alert command runs immediately. The trackers receive the alert after the next
+        step.
+        """
         if not self._sends or not self._config.no_progress:
             return
         with self._lock:
@@ -83,7 +87,7 @@ class Alerts:
         self._run_command(Alert(self._step, "no_progress", message, {}))
 
     def close(self) -> None:
-        """Waits for running commands, up to a timeout; safe to call twice."""
+        """Waits for running commands, up to a timeout. Calling it twice is safe."""
         if self._running:
             wait(self._running, timeout=_COMMAND_SECONDS)
         self._commands.shutdown(wait=False, cancel_futures=True)
@@ -131,6 +135,6 @@ class Alerts:
         except (OSError, subprocess.TimeoutExpired) as error:
             problem = str(error)
         if problem:
-            # Reported once: training continues, and the terminal still shows the alerts.
+            # The failure is reported only once. Training continues, and the terminal still shows the alerts.
             self._command_works = False
             self._progress.note(without_credentials(f"trainer.alerts.command failed and is switched off: {problem}"))

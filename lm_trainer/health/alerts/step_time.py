@@ -15,12 +15,12 @@ class StepTime(AlertKind):
     """The median step time is much higher than at the start of this attempt."""
 
     factor: PositiveFloat = 2.0
-    """Alert at this multiple of the usual step time."""
+    """Alert if the step time reaches this multiple of the usual step time."""
     steps: PositiveInt = 20
-    """Number of recent steps in the median that is compared with the usual step time. The usual time is the median of
-    the first 100 steps after skipping this many."""
+    """Number of recent steps whose median time is compared with the usual step time. The usual step time is the median
+    of 100 steps at the start, after skipping this number of steps."""
     least: NonNegativeFloat = 0.1
-    """Seconds below which a step never counts as slow."""
+    """Step time in seconds below which there are no alerts."""
 
     def build_check(self) -> Check:
         first: list[float] = []

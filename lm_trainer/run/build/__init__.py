@@ -1,1 +1,1 @@
-"""Building the program of a run from its configuration."""
+"""Builds the model, the shardings and the compiled functions of a run from its configuration."""

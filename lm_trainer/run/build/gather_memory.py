@@ -1,4 +1,4 @@
-"""Choice of `microbatches_per_gather` by the memory of the devices."""
+"""Chooses `microbatches_per_gather` such that a step fits into the memory of the devices."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lm_trainer.step.dispatch.measured_programs import MeasuredPrograms
 from lm_trainer.step.dispatch.memory import memory_sort_key
 
 _USABLE_FRACTION = 0.95
-"""Fraction of a device's memory available to a step; the remainder is for fragmentation."""
+"""Fraction of a device's memory that a step may use. The remainder is reserved for fragmentation."""
 
 
 def min_device_memory() -> int | None:
-    """Returns the bytes available per device, the minimum over all processes; None if the backend reports none."""
+    """Returns the number of bytes available per device, as the minimum over all processes; None if it is unknown."""
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]
     return int(gather(np.asarray(min(limits), np.int64)).min()) or None
 
@@ -34,16 +34,16 @@ def plan_for_memory(
     *,
     memory: Callable[[], int | None] = min_device_memory,
 ) -> TrainingSetup:
-    """Plans the program of a run; if `microbatches_per_gather` is unset, with as many as fit into memory.
+    """Plans the training of a run. If `microbatches_per_gather` is not set, chooses as many as fit into memory.
 
-    The choice does not affect results. All processes must call it.
+    The choice does not affect the results. All processes must call this function.
 
     Args:
-        make: plans the program for a trainer section.
+        make: plans the training for a trainer section.
         trainer: trainer section of the run.
-        seq_len: positions in a row; None if unknown, and then the number is not chosen.
+        seq_len: number of positions in a row. With None, nothing is chosen.
         note: called with a message about the choice, unless all microbatches fit.
-        memory: returns the bytes of each device, None if unknown; called only if needed.
+        memory: returns the number of bytes of each device, or None if it is unknown. Called only if needed.
     """
     setup = make(trainer)
     if not setup.gathers_layers or trainer.microbatches_per_gather is not None or seq_len is None:
@@ -53,12 +53,12 @@ def plan_for_memory(
     if not smaller_counts or (limit := memory()) is None:
         return setup
     row = random_batch(1, seq_len, 2)
-    # The run needs these compiled programs too.
+    # These compiled programs are also needed by the run.
     compiled = setup.step.compile(row, setup.step.plans.start_of(plan))
     programs = MeasuredPrograms(compiled.by_name if isinstance(compiled, Executables) else {})
 
     def measure_peak(trainer: TrainerConfig) -> int:
-        """Returns the peak bytes of a device in a step, the maximum over all processes."""
+        """Returns the peak memory of a device in a step in bytes, as the maximum over all processes."""
         with on_one_shard():
             rehearsal = make(trainer)
         with programs.measure_for_rows(plan.rows) as measure:

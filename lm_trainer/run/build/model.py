@@ -24,14 +24,14 @@ from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.state.model_def import ModelDef
 
 INIT_KEY, DROPOUT_KEY, ADAPTER_KEY = 0, 1, 2
-"""Folded into the seed's key, so that different uses draw different numbers."""
+"""Numbers that are folded into the key of the seed, so that different uses draw different random numbers."""
 
 Selection = bool | Mapping[str, bool] | Callable[[str], bool]
-"""A selection of parameters by dotted name; names missing in a mapping are not selected."""
+"""A selection of parameters by dotted name. Names that are missing in a mapping are not selected."""
 
 
 def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
-    """Traces the model of a configuration; its initial values are determined by the seed."""
+    """Traces the model of a configuration. The seed determines its initial values."""
     key = jax.random.fold_in(jax.random.key(config.trainer.seed), INIT_KEY)
     quantization, adapter = config.trainer.quantization, config.adapter
     names = {} if adapter is None else module_names(config.model, vocab_size)
@@ -53,9 +53,9 @@ def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
 
 
 def trace_module(build: Callable[[], nnx.Module], param_dtype: Any, is_trainable: Selection = True) -> ModelDef:
-    """Traces a model with parameters cast to `param_dtype`; see `ModelDef.trace`."""
+    """Traces a model, and casts its parameters to `param_dtype`; see `ModelDef.trace`."""
 
-    # Cast inside the traced function: under jit, arrays of the wider dtype are never allocated.
+    # The cast is inside the traced function, so that under `jit` arrays of the wider dtype are never allocated.
     def cast() -> nnx.Module:
         model = build()
         for _, variable in nnx.iter_graph(model):
@@ -72,9 +72,10 @@ def trace_module(build: Callable[[], nnx.Module], param_dtype: Any, is_trainable
 
 
 class _ModuleRecorder:
-    """Function building a module from operations recorded once and replayed at each call.
+    """Function that builds a module from operations that are recorded once and replayed at each call.
 
-    A run builds its model several times under `jit`, and tracing its Python code takes longer than compiling it.
+    A run builds its model several times under `jit`, and tracing the Python code of the model takes longer than
+    compiling it.
     """
 
     def __init__(self, build: Callable[[], nnx.Module]) -> None:
@@ -86,7 +87,7 @@ class _ModuleRecorder:
 
     @functools.cached_property
     def _recording(self) -> tuple[nnx.GraphDef, ClosedJaxpr, Any]:
-        """The structure of the module, the operations producing its arrays, and the tree structure of the arrays."""
+        """The structure of the module, the operations that produce its arrays, and the tree structure of the arrays."""
         graphdefs = []
 
         def arrays() -> nnx.State:
@@ -111,13 +112,13 @@ def evaluation_loss(config: RunConfig) -> NextTokenLoss:
 
 
 def next_token_loss(dtype: Any, block_size: int | None = None, terms: LossTerms = CROSS_ENTROPY) -> NextTokenLoss:
-    """Returns the next-token cross-entropy for a `Decoder`; arguments as the fields of `NextTokenLoss`."""
+    """Returns the next-token cross-entropy for a `Decoder`. The arguments are the fields of `NextTokenLoss`."""
     return NextTokenLoss(dtype, block_size, terms)
 
 
 @dataclass(frozen=True)
 class NextTokenLoss:
-    """Next-token cross-entropy for a `Decoder`; a `LossFn`."""
+    """Next-token cross-entropy for a `Decoder`, usable as a `LossFn`."""
 
     dtype: Any
     """Compute dtype."""
@@ -145,7 +146,7 @@ class NextTokenLoss:
 
 @dataclass(frozen=True)
 class TokenNll:
-    """Loss of each token for a `Decoder`: a `LossFn` with the metric `nll`, as returned by `token_nll`."""
+    """Loss of each token for a `Decoder`, as a `LossFn` with the metric `nll` that `token_nll` returns."""
 
     dtype: Any
     """Compute dtype."""
@@ -172,10 +173,13 @@ class TokenNll:
 
 
 def recomputes_layers(trainer: TrainerConfig, spec: DecoderSpec) -> bool:
-    """Returns True if the step recomputes every full layer, regardless of the model's rematerialisation settings."""
+    """Returns True if a step recomputes every layer in full, regardless of the model's rematerialisation settings."""
     return trainer.gathers_layers and not (spec.saves_inside_layers and can_save_inside_layers(trainer))
 
 
 def can_save_inside_layers(trainer: TrainerConfig) -> bool:
-    """Returns True if a layer-by-layer step can keep activations inside layers: if no devices share a microbatch."""
+    """Returns True if a step that gathers one layer at a time can save activations inside layers.
+
+    This is possible if devices do not share microbatches.
+    """
     return max(trainer.model_axis_size, trainer.context_axis_size, trainer.expert_axis_size) == 1

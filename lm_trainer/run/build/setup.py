@@ -1,4 +1,4 @@
-"""The program of a run: model, shardings, step and evaluation, built from a configuration."""
+"""Builds the parts of a run from its configuration: model, shardings, optimizer, training step and evaluation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from lm_trainer.step.state.train_state import TrainState, fresh_params, fresh_st
 from lm_trainer.step.updates.update import Metrics
 
 _SAMPLING_BLOCK = 1024
-"""Tokens whose logits are computed at a time while sampling targets; changing it changes the samples."""
+"""Number of tokens whose logits are computed at a time while targets are sampled. Changing it changes the samples."""
 
 AVERAGED = "ema"
 """Name of the averaged weights in evaluations."""
@@ -57,7 +57,7 @@ AVERAGED = "ema"
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """Everything of a run except its state and its data."""
+    """All parts of a run except for its state and its data."""
 
     model: ModelDef
     sharding: StateSharding
@@ -70,7 +70,7 @@ class TrainingSetup:
     schedule: Schedule | None
     """Learning rate as a function of the number of completed steps; None if the optimizer has an internal schedule."""
     averages: bool
-    """True if the state has averaged weights."""
+    """True if the state contains averaged weights."""
     freezes: bool
     """True if some parameters are frozen."""
     gathers_layers: bool
@@ -78,21 +78,21 @@ class TrainingSetup:
 
     @property
     def has_eval_params(self) -> bool:
-        """True if the optimizer evaluates different weights from the ones it updates."""
+        """True if the optimizer evaluates different weights than those that it updates."""
         return type(self.optimizer).eval_params is not Optimizer.eval_params
 
     def init(self) -> TrainState:
-        """Returns the state at step 0, with the weights loaded by the model definition or else random ones."""
+        """Returns the state at step 0, with the weights that the model definition loads, or with random weights."""
         return self.init_from_seed() if self.model.load is None else self.init_from_model()
 
     def init_from_seed(self) -> TrainState:
-        """Returns a freshly initialized state, determined by the seed."""
+        """Returns a randomly initialized state, which is determined by the seed."""
         return fresh_state(self.model.init, self.tx, self.sharding, averaged=self.averages)
 
     def init_from_model(self) -> TrainState:
-        """Returns a state at step 0 with the weights loaded by the model definition, such as a Hugging Face checkpoint.
+        """Returns a state at step 0 with the weights that the model definition loads, such as Hugging Face weights.
 
-        Parameters missing in them, such as an adapter's, are freshly initialized.
+        Parameters that are missing in these weights, such as the parameters of an adapter, are randomly initialized.
         """
         assert self.model.load is not None
         storage = self.sharding.storage
@@ -105,7 +105,7 @@ class TrainingSetup:
         return self.from_weights(params)
 
     def rehearse(self, row: Batch, platform: str, measure: Measure, limit: int | None = None) -> StepRecord:
-        """Rehearses the step with the highest memory use; arguments as in `RehearsedStep.record`."""
+        """Rehearses the step with the highest memory use. For the arguments see `RehearsedStep.record`."""
         interval = self.optimizer.curvature_interval if self.optimizer.curvature is not None else 1
         step = RehearsedStep(self.step, self.model.shapes, self.tx, self.sharding, self.averages, interval)
         return step.record(row, platform, measure, limit)
@@ -116,20 +116,20 @@ class TrainingSetup:
         """Runs one training step on a batch in host memory.
 
         Args:
-            state: state before the step; its arrays are donated.
-            batch: this process's rows of the global batch, as NumPy arrays.
+            state: state before the step. Its arrays are donated.
+            batch: rows of this process in the global batch, as NumPy arrays.
             observer: receives intermediate values of the step.
         """
         return self.compute_step(state, self.step.put(batch, state.step), observer)
 
     def learning_rate(self, step: int) -> float | None:
-        """Returns the learning rate after `step` steps; None if the optimizer has an internal schedule."""
+        """Returns the learning rate after `step` steps, or None if the optimizer has an internal schedule."""
         return None if self.schedule is None else self.schedule(step)
 
     def compute_step(
         self, state: TrainState, placed: Any, observer: Observer | None = None
     ) -> tuple[TrainState, Metrics]:
-        """Runs one training step on a batch placed on the devices by `step.put`; otherwise like `take_step`."""
+        """Like `take_step`, but for a batch that `step.put` has already placed on the devices."""
         return self.step(state, placed, self.learning_rate(state.step) or 0.0, observer)
 
     def from_weights(self, params: Mapping[str, np.ndarray | jax.Array]) -> TrainState:
@@ -137,9 +137,10 @@ class TrainingSetup:
         return state_from_params(params, self.tx, self.sharding, averaged=self.averages)
 
     def weights_to_evaluate(self, state: TrainState) -> dict[str, Params]:
-        """Returns name -> weights to evaluate: "" for the optimizer's evaluation weights, `AVERAGED` for the average.
+        """Returns the sets of weights to evaluate, by name.
 
-        The last entry is the one to export. Frozen parameters are included.
+        The entry "" contains the optimizer's evaluation weights, and the entry `AVERAGED` the averaged weights. The
+        last entry contains the weights to export. Frozen parameters are included.
         """
         params = state.params
         if self.has_eval_params:
@@ -150,10 +151,10 @@ class TrainingSetup:
 
 
 def build_setup(config: RunConfig, vocab_size: int, devices: Sequence[Any] | None = None) -> TrainingSetup:
-    """Plans the run of a configuration on `devices` (default: all), without compiling or allocating.
+    """Plans the run of a configuration on `devices` (all by default), without compiling programs or allocating memory.
 
     Raises:
-        UserError: as in `plan_training`.
+        UserError: as for `plan_training`.
     """
     config = with_resolved_gather(config, vocab_size)
     return setup_from_config(config, config.trainer, trace_model(config, vocab_size), devices=devices)
@@ -162,7 +163,7 @@ def build_setup(config: RunConfig, vocab_size: int, devices: Sequence[Any] | Non
 def setup_from_config(
     config: RunConfig, trainer: TrainerConfig, model: ModelDef, *, devices: Sequence[Any] | None = None
 ) -> TrainingSetup:
-    """Plans the run of a configuration with the given trainer section and model; otherwise like `plan_training`."""
+    """Plans the run of a configuration, but with the given trainer section and model; see `plan_training`."""
     return plan_training(
         trainer,
         config.optimizer,
@@ -185,17 +186,17 @@ def plan_training(  # noqa: PLR0913 - the parts of a run a user can supply
     devices: Sequence[Any] | None = None,
     seq_len: int | None = None,
 ) -> TrainingSetup:
-    """Plans training of a model on `devices` (default: all), without compiling or allocating.
+    """Plans the training of a model on `devices` (all by default), without compiling programs or allocating memory.
 
     Args:
         trainer: batch, precision and sharding settings.
         optimizer: optimizer of the trained parameters.
         model: the model to train.
         loss: loss of a microbatch.
-        eval_loss: loss of a microbatch in evaluation; default: `loss`.
-        key: key for random numbers in training, such as dropout; default: derived from the seed.
+        eval_loss: loss of a microbatch in evaluations; None means `loss`.
+        key: key for random numbers in training, such as dropout; None derives it from the seed.
         devices: devices to compute on.
-        seq_len: positions in a row, for schedules counting tokens.
+        seq_len: number of positions in a row, for schedules that count tokens.
 
     Raises:
         UserError: if the batch cannot be distributed over the devices, or a sharding rule does not fit the model.
@@ -209,7 +210,8 @@ def plan_training(  # noqa: PLR0913 - the parts of a run a user can supply
     curvature = _curvature_estimator(optimizer, loss, plan.policy.compute_dtype)
     owned = trainer.matrix_updates == "owned"
     rule = UpdateRule(optimizer, tx, trainer.model_averaging, curvature, owned)
-    # Not the key of the initial weights: different uses of the seed must draw different numbers.
+    # The key differs from the key of the initial weights, because different uses of the seed must draw different
+    # numbers.
     key = jax.random.fold_in(jax.random.key(trainer.seed), DROPOUT_KEY) if key is None else key
     common = {"sharding": sharding, "plans": plan.microbatches, "key": key}
     staged = eval_staged = None
@@ -255,7 +257,7 @@ def shard_state(
         plan: the resolved trainer section.
         optimizer: the optimizer.
         model: the model to train.
-        mesh: mesh of devices, or an abstract one with the same axes; only the sizes are used.
+        mesh: mesh of devices, or an abstract mesh with the same axes. Only the sizes are used.
 
     Raises:
         UserError: if a sharding rule does not fit the model.
@@ -265,7 +267,7 @@ def shard_state(
         mesh,
         param_rules=plan.param_rules,
         compute_rules=plan.compute_rules,
-        # Upper bound on the number of shards for every batch, so that sums keep one order during the whole run.
+        # The maximum number of shards is the same for every batch, so that sums keep one order during the whole run.
         max_shards=math.gcd(*(p.count for p in plan.microbatches.values)),
     )
     trained = {name: x for name, x in model.shapes.items() if name in model.trainable}
@@ -274,7 +276,7 @@ def shard_state(
 
 
 def _check_model_parallel(plan: StepPlan, optimizer: Optimizer, model: ModelDef, mesh: Mesh) -> None:
-    """Refuses models, optimizers and microbatches incompatible with the model-parallel axes of the mesh."""
+    """Raises `UserError` if model, optimizer or microbatches do not support the model-parallel axes of the mesh."""
     axes = model_parallel_axes(mesh.shape)
     if not axes:
         return
@@ -293,7 +295,7 @@ def _has_known_layers(loss: LossFn, model: ModelDef) -> bool:
 
 
 def split_loss_into_stages(loss: LossFn, model: ModelDef, mesh: Mesh) -> StagedLoss:
-    """Returns the loss in stages, for `trainer.gather: layer`; refuses unsupported models and losses."""
+    """Returns the loss in stages, for `trainer.gather: layer`. Raises `UserError` for unsupported models and losses."""
     if isinstance(loss, StagedLoss):
         return loss
     built = nnx.eval_shape(model.build)
@@ -317,7 +319,7 @@ def split_loss_into_stages(loss: LossFn, model: ModelDef, mesh: Mesh) -> StagedL
 
 
 def _curvature_estimator(optimizer: Optimizer, loss: LossFn, dtype: Any) -> CurvatureFn | None:
-    """Returns the curvature estimator required by the optimizer, if any."""
+    """Returns the curvature estimator that the optimizer requires, or None."""
     match optimizer.curvature:
         case None:
             return None
@@ -328,10 +330,10 @@ def _curvature_estimator(optimizer: Optimizer, loss: LossFn, dtype: Any) -> Curv
 
 
 def _staged_curvature_estimator(optimizer: Optimizer, loss: StagedLoss) -> CurvatureStages | None:
-    """Returns the curvature estimator in stages."""
+    """Returns the curvature estimator that the optimizer requires in stages, or None."""
 
     def split(loss: StagedLoss) -> Callable[..., SplitLoss]:
-        # Curvature estimates log no metrics.
+        # Curvature estimates do not log metrics.
         return lambda model, key_data, trainable: SplitLoss(model, loss, key_data, trainable, logs=False)
 
     match optimizer.curvature:
@@ -346,10 +348,10 @@ def _staged_curvature_estimator(optimizer: Optimizer, loss: StagedLoss) -> Curva
 
 
 def check_devices(trainer: TrainerConfig) -> None:
-    """Checks early, before any data is read, that the devices fit the configuration.
+    """Checks early, before any data is read, that the configuration fits the devices.
 
     Raises:
-        UserError: as in `plan_training`.
+        UserError: as for `plan_training`, or if an accelerator is required but not available.
     """
     plan = trainer.step_plan
     mesh = trainer.device_mesh

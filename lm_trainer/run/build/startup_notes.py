@@ -1,4 +1,4 @@
-"""Notes for the user at startup: the mesh, and settings that may be unintended."""
+"""Notes for the user at the start of a run, about the mesh and about settings that may be unintended."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lm_trainer.run.config.trainer_config import TrainerConfig
 
 
 def describe_mesh(mesh: Mesh) -> str:
-    """Describes a mesh, for example `8 x cpu: data 8` or `1 x NVIDIA H200`."""
+    """Describes a mesh, for example as `8 x cpu: data 8` or `1 x NVIDIA H200`."""
     kind = mesh.devices.flat[0].device_kind
     sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     return f"{mesh.devices.size} x {kind}" + (f": {sizes}" if sizes else "")
 
 
 def configuration_warnings(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
-    """Yields a line for each setting that may be unintended."""
+    """Yields one line for each setting that may be unintended."""
     if note := determinism_note(trainer, mesh):
         yield note
     largest = largest_shards(trainer, MIN_MICROBATCHES)
@@ -43,7 +43,7 @@ def configuration_warnings(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
 
 
 def schedule_notes(config: RunConfig) -> Iterator[str]:
-    """Yields a line for each learning rate setting with no effect or a possibly unintended effect."""
+    """Yields one line for each learning rate setting that has no effect or an effect that may be unintended."""
     optimizer = config.optimizer
     schedule = config.learning_rate()
     if optimizer.rewarmup and len(schedule.cycles) == 1:
@@ -57,7 +57,7 @@ def schedule_notes(config: RunConfig) -> Iterator[str]:
 
 
 def _uneven_share_notes(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
-    """Yields the costs of a number of devices that is no power of two, or does not divide the batch."""
+    """Yields notes on what it costs if the number of devices is not a power of two or does not divide the batch."""
     if not trainer.bitwise:
         return
     shares = max(
@@ -92,7 +92,7 @@ def _unused_rule_notes(trainer: TrainerConfig) -> Iterator[str]:
 
 
 def recomputation_note(trainer: TrainerConfig, spec: DecoderSpec) -> str | None:
-    """Returns a note if the model's rematerialisation setting has no effect; None otherwise."""
+    """Returns a note if the rematerialisation setting of the model has no effect; None otherwise."""
     if not recomputes_layers(trainer, spec) or (spec.remat == "full" and not spec.remat_groups):
         return None
     return (
@@ -102,7 +102,7 @@ def recomputation_note(trainer: TrainerConfig, spec: DecoderSpec) -> str | None:
 
 
 def determinism_note(trainer: TrainerConfig, mesh: Mesh) -> str | None:
-    """Returns a note on the weaker determinism guarantee; None if results are bit-identical on every mesh."""
+    """Returns a note if the determinism guarantee is weaker; None if results are bit-identical on every mesh."""
     if not trainer.bitwise:
         return (
             "determinism: fast lets XLA add in an order of its own: bits are equal only for the same devices, in the "
@@ -117,7 +117,7 @@ def determinism_note(trainer: TrainerConfig, mesh: Mesh) -> str | None:
     axes = [axis for axis in names if mesh.shape[axis] > 1]
     if not axes:
         return None
-    # Devices along an axis that shards no computation all do the same work, at full cost.
+    # Devices along an axis that shards no computation all do the same work, which has the full cost.
     if "model" in axes and not any("model" in mesh_axes for mesh_axes in trainer.step_plan.compute_rules.values()):
         return (
             f"model_axis_size={mesh.shape['model']} cuts no computation, so that the devices along it all compute the "

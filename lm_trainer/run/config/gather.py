@@ -1,4 +1,4 @@
-"""Choice between gathering the full model or one layer at a time, by model size (`trainer.gather: auto`)."""
+"""Resolves `trainer.gather: auto`: chooses by model size whether to gather the full model or one layer at a time."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 
 LARGE_MODEL_PARAMS = 100_000_000
-"""Number of parameters from which a model is computed layer by layer. Changing it would change the bits of existing
-runs with models between the old and the new value."""
+"""Minimum number of parameters for which a model is computed layer by layer. Changing this value would change the bits
+of existing runs whose model size is between the old and the new value."""
 
 
 def with_resolved_gather(config: RunConfig, vocab_size: int) -> RunConfig:
-    """Returns a configuration with `trainer.gather` resolved; `vocab_size` is the rows of the token embedding."""
+    """Returns the configuration with `trainer.gather` resolved; `vocab_size` is the number of token embedding rows."""
     spec = config.model.spec(vocab_size)
     trainer = resolve_gather(config.trainer, parameter_count(spec), layers=spec.encoder is None)
     return config if trainer is config.trainer else config.model_copy(update={"trainer": trainer})
 
 
 def resolve_gather(trainer: TrainerConfig, num_params: int, *, layers: bool) -> TrainerConfig:
-    """Returns a trainer section with `gather` resolved; the choice depends only on the configuration, not the devices.
+    """Returns a trainer section with `gather` resolved.
+
+    The choice depends on the configuration, but not on the devices.
 
     Args:
-        trainer: the section.
+        trainer: the trainer section.
         num_params: number of parameters of the model.
         layers: True if the loss can be computed one layer at a time.
     """

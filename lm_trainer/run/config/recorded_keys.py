@@ -1,5 +1,6 @@
-"""Trainer keys fixed at the first step of a run unless set in the configuration, and their implied values in runs
-recorded before the keys existed.
+"""Trainer keys that keep the value they had at the first step of a run, unless the configuration sets them.
+
+Runs that were recorded before such a key existed have an implied value for it.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 def _infer_missing_keys(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys added after some runs were recorded, with the values reproducing the bits of such runs.
+    """Returns keys that are newer than some recorded runs, with the values that reproduce the bits of these runs.
 
     Args:
         recorded: the recorded trainer section of the run.
     """
-    # When read from a file, `determinism: layerwise` has already become `gather: layer`.
+    # In a section read from a file, `determinism: layerwise` has already been replaced by `gather: layer`.
     if recorded.get("determinism") == "layerwise" or recorded.get("gather") == "layer":
         return {"matrix_updates": "owned", "gather": "layer"}
     return {"matrix_updates": "repeated", "gather": "auto" if recorded.get("determinism") == "fast" else "model"}
 
 
 _CURRENT_SPELLING = {"layerwise": "elastic"}
-"""Former value of `determinism` -> the current value."""
+"""Current values of `determinism`, by former value."""
 
 
 def trainer_with_recorded_keys(trainer: TrainerConfig, recorded: Mapping[str, Any]) -> TrainerConfig:
-    """Returns the trainer section to continue a run with: unset newer keys take their recorded values.
+    """Returns the trainer section with which a run continues. Newer keys that are not set get their recorded values.
 
     Args:
         trainer: the currently configured section.
@@ -44,7 +45,7 @@ def trainer_with_recorded_keys(trainer: TrainerConfig, recorded: Mapping[str, An
     values = {key: recorded.get(key, value) for key, value in _infer_missing_keys(recorded).items()}
     if not trainer.bitwise:
         del values["gather"]
-    # Runs recorded before the default depended on the number of tokens have at most `MIN_MICROBATCHES`.
+    # Runs that were recorded before the default depended on the number of tokens have at most `MIN_MICROBATCHES`.
     if follows_from_batch(trainer) and "elastic_shards" in recorded:
         former = trainer.model_copy()
         set_default_shards(former, recorded["elastic_shards"])
@@ -53,7 +54,7 @@ def trainer_with_recorded_keys(trainer: TrainerConfig, recorded: Mapping[str, An
 
 
 def config_with_recorded_keys(config: ConfigT, recorded: Mapping[str, Any]) -> ConfigT:
-    """Returns a configuration with the trainer section of `trainer_with_recorded_keys`.
+    """Returns the configuration with its trainer section replaced by the result of `trainer_with_recorded_keys`.
 
     Args:
         config: a configuration with a trainer section.
@@ -64,7 +65,7 @@ def config_with_recorded_keys(config: ConfigT, recorded: Mapping[str, Any]) -> C
 
 
 def with_inferred_keys(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the numeric identity of a run, completed by keys missing in its record."""
+    """Returns the numeric identity of a run, and adds the keys that are missing in its record."""
     recorded = identity.get("trainer")
     if not isinstance(recorded, Mapping):
         return dict(identity)
@@ -75,11 +76,11 @@ def with_inferred_keys(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_newer_defaults(identity: Mapping[str, Any], trainer: TrainerConfig) -> dict[str, Any]:
-    """Returns a numeric identity without newer keys and newer defaults, as it was before they existed.
+    """Returns a numeric identity without newer keys and newer defaults, as older versions would have recorded it.
 
     Args:
         identity: numeric identity of the configuration.
-        trainer: its trainer section.
+        trainer: trainer section of the configuration.
     """
     recorded, fields = dict(identity["trainer"]), type(trainer).model_fields
     if trainer.gather == "layer":
@@ -99,7 +100,7 @@ def replace_old_spelling(trainer: Any) -> Any:
     """Returns a trainer section with `determinism: layerwise` replaced by its current spelling.
 
     Raises:
-        ValueError: if `gather` contradicts it.
+        ValueError: if `gather` contradicts `layerwise`.
     """
     if not isinstance(trainer, Mapping) or trainer.get("determinism") not in _CURRENT_SPELLING:
         return trainer

@@ -1,4 +1,4 @@
-"""Refused top-level keys of other configurations: of Levanter's programs, and of our ladders."""
+"""Top-level keys that are not allowed in the configuration of a run: keys of Levanter's programs and of ladders."""
 
 _LADDER = "of a ladder of runs; use `lmt ladder plan` or `lmt ladder run`"
 _CHAT = "of a program for instruction data alone; use `data.train_urls` with `data.format: {type: chat}`"
@@ -32,4 +32,4 @@ REFUSED_TOP_LEVEL_KEYS = {
     "tokenizer": "use `data.tokenizer`",
     "reinit_tokens": "not available; a tokenizer with other tokens than the checkpoint's is refused",
 }
-"""Key -> its replacement, or the reason why it has none."""
+"""The replacement of each key, or the reason why it has none."""

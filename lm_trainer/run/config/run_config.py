@@ -1,4 +1,4 @@
-"""`RunConfig`: the complete configuration of a run, and the part determining its numerical results."""
+"""`RunConfig`, the complete configuration of a run, and the part of it that determines the numerical results."""
 
 from __future__ import annotations
 
@@ -28,49 +28,50 @@ from lm_trainer.step.dispatch.model_parallel_limits import check_length, check_m
 
 
 class RunConfig(Config):
-    """A run is a function of this value, of the data it refers to, and of the code."""
+    """Configuration of a run. The results depend only on this value, the data that it refers to, and the code."""
 
     refused_keys: ClassVar[Mapping[str, str]] = REFUSED_TOP_LEVEL_KEYS
 
     model: AffectsResults[AnyModel] = Gpt2Config()
-    """The model to train: a family and its sizes."""
+    """The model to train: a model family and its sizes."""
     data: AffectsResults[DataConfig] = DataConfig()
     trainer: AffectsResults[TrainerConfig] = TrainerConfig()
     optimizer: AffectsResults[AnyOptimizer] = AdamConfig()
     """The optimizer and the learning rate schedule."""
     adapter: AffectsResults[AnyAdapter | None] = None
-    """Freeze the initial model and train an adapter for it; null trains all parameters."""
+    """Freeze the initial model and train an adapter for it. null trains all parameters."""
 
     z_loss_weight: AffectsResults[NonNegativeFloat] = 0.0
-    """Weight of the z-loss: adds this times the mean of (log sum exp logits)^2 to the training objective, which keeps
-    the softmax normalizer near 1; 1e-4 in PaLM. Logged as `train/z_loss`; `train/loss` and evaluations remain the plain
-    cross-entropy."""
+    """Weight of the z-loss. The training objective includes this weight times the mean of (log sum exp logits)^2, which
+    keeps the softmax normalizer near 1. PaLM uses 1e-4. The z-loss is logged as `train/z_loss`, while `train/loss` and
+    evaluations remain the plain cross-entropy."""
     log_entropy: Operational[bool] = False
-    """In evaluations, also measure the mean entropy of the model's predictions, in nats. Logged as `eval/entropy` or,
-    with several sets, `eval/NAME/entropy`."""
+    """In evaluations, also measure the mean entropy of the model's predictions in nats. It is logged as `eval/entropy`
+    or, with several sets, `eval/NAME/entropy`."""
 
     eval_harness: Operational[HarnessConfig | None] = None
-    """Tasks of EleutherAI's lm-evaluation-harness to run during training; logged as `lm_eval/TASK/METRIC`."""
+    """Tasks of EleutherAI's lm-evaluation-harness to run during training. Results are logged as
+    `lm_eval/TASK/METRIC`."""
     eval_harness_steps: Operational[PositiveInt | tuple[PositiveInt, ...]] = 10_000
-    """Steps between runs of the harness tasks, or a list of the steps after which to run them; they also run after the
-    last step."""
+    """Number of steps between runs of the harness tasks, or a list of the steps after which to run them. They also run
+    after the last step."""
 
     initialize_from_hf: AffectsResults[bool | LocalPathOrHubName] = False
     """Start from the weights of a Hugging Face checkpoint: a directory, or a name on the hub, optionally with `@` and a
     revision. `true` means `model.reference_checkpoint`, or the best-known checkpoint of the family. If the run already
     has a checkpoint, it resumes from that instead."""
     use_hf_model_config: Operational[bool] = False
-    """Take the model section from the config.json of the Hugging Face checkpoint. Keys you set must not contradict it,
-    except `seq_len` if positions are not learned; keys missing in config.json can be set."""
+    """Take the model section from the config.json of the Hugging Face checkpoint. Keys that you set must not contradict
+    config.json, except for `seq_len` if positions are not learned. Keys that are missing in config.json can be set."""
     hf_save_path: Operational[StorageLocation | None] = None
-    """Export the model during training, in the format of `transformers` (for a run training an adapter: the adapter, in
-    the format of `peft`), to `hf_save_path`/id/step-N. `trainer.checkpointer.append_run_id_to_base_path` determines if
-    the ID is part of the path. May be a gs:// or s3:// URL."""
+    """Export the model during training to `hf_save_path`/id/step-N, in the format of `transformers`. A run that trains
+    an adapter exports the adapter in the format of `peft`. `trainer.checkpointer.append_run_id_to_base_path` determines
+    whether the ID is part of the path. The path may be a gs:// or s3:// URL."""
     hf_save_steps: Operational[PositiveInt] = 10_000
-    """Steps between exports; the model is also exported after the last step."""
+    """Number of steps between exports. The model is also exported after the last step."""
     hf_upload: Operational[bool | str] = False
-    """Upload every export to the Hugging Face hub: to `ORG/NAME`, or with `true` to a repository named after the run ID
-    in the account of the token in HF_TOKEN. New repositories are private."""
+    """Upload every export to the Hugging Face hub. The value is the name of a repository (`ORG/NAME`), or `true` for a
+    repository that is named after the run ID, in the account of the token in HF_TOKEN. New repositories are private."""
     hf_save_dtype: Operational[Literal["f32", "float32", "bf16", "bfloat16"] | None] = None
     """Dtype of the exported weights; null keeps the dtype of the parameters."""
 
@@ -82,7 +83,8 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _default_shards_fit_the_rows(self) -> RunConfig:
         frames = self.model.features_shape[0] if self.model.features_shape else 0
-        # Before the validators that check the microbatches. A copy, because configurations may share the section.
+        # Runs before the validators that check the microbatches. The section is copied, because configurations may
+        # share it.
         object.__setattr__(self, "trainer", with_default_shards(self.trainer, self.model.seq_len + frames))
         return self
 
@@ -135,7 +137,7 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _features_match_the_model(self) -> RunConfig:
-        # With `use_hf_model_config` the model is not known yet. Planning a program needs no data.
+        # With `use_hf_model_config` the model is not known yet. A plan may be made without data.
         if not self.use_hf_model_config and self.data.features_shape is not None:
             self.check_features()
         return self
@@ -156,7 +158,7 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> RunConfig:
-        # Built here only to report errors early, long before the first step needs it.
+        # The schedule is built here only to report errors early, long before the first step needs it.
         try:
             self.learning_rate()
         except ValueError as error:
@@ -165,9 +167,10 @@ class RunConfig(Config):
 
 
 def numeric_identity(config: Config) -> dict[str, Any]:
-    """Returns the part of a configuration affecting numerical results, as plain data, without credentials in URLs.
+    """Returns the part of a configuration that affects numerical results, as plain data without credentials in URLs.
 
-    It is determined by the field annotations of `config` and its sections; deeper blocks are included in full.
+    The field annotations of `config` and of its sections determine this part. Blocks inside sections are included in
+    full.
     """
     identity = {}
     for key, value in select_result_values(config, config.model_dump(mode="json")).items():
@@ -177,13 +180,16 @@ def numeric_identity(config: Config) -> dict[str, Any]:
 
 
 def config_hash(config: RunConfig) -> str:
-    """Returns eight hex digits, the same for configurations with the same numerical results."""
+    """Returns eight hexadecimal digits that are the same for configurations with the same numerical results."""
     text = json.dumps(without_newer_defaults(numeric_identity(config), config.trainer), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def numeric_differences(old: dict[str, Any], new: dict[str, Any], config: Any = None) -> list[str]:
-    """Returns a line for each key with different values in two numeric identities; arguments as in `changed_keys`."""
+    """Returns a line for each key whose values differ in two numeric identities.
+
+    For the arguments see `changed_keys`.
+    """
     return [
         f"{key}: was {json.dumps(a)}, now {json.dumps(b)}" for key, (a, b) in changed_keys(old, new, config).items()
     ]
@@ -192,15 +198,15 @@ def numeric_differences(old: dict[str, Any], new: dict[str, Any], config: Any = 
 def changed_keys(
     old: Mapping[str, Any], new: Mapping[str, Any], config: Any = None, prefix: str = ""
 ) -> dict[str, tuple[Any, Any]]:
-    """Returns the keys with different values in two results of `numeric_identity`, with both values; None if absent.
+    """Returns the keys whose values differ in two numeric identities, each with both values (None if missing).
 
     Args:
-        old: numeric identity of a run, perhaps written by older code.
+        old: numeric identity of a run, which may have been written by older code.
         new: the numeric identity to compare with.
-        config: the configuration of `new`, if known. Then a key missing in `old` is no difference if it has its default
-            now, which is the behaviour of older code without the key. A key that no longer affects numerical results
-            is no difference either.
-        prefix: the section, with a trailing dot.
+        config: the configuration of `new`, if known. In that case, a key that is missing in `old` and has its default
+            in `new` is not a difference, because the default is the behaviour of older code without the key. A key that
+            no longer affects numerical results is not a difference either.
+        prefix: name of the section with a trailing dot.
     """
     changed: dict[str, tuple[Any, Any]] = {}
     for key in sorted({*old, *new}):
@@ -214,7 +220,7 @@ def changed_keys(
 
 
 def _only_code_changed(key: str, old: Mapping[str, Any], new: Mapping[str, Any], config: Config) -> bool:
-    """Returns True if only the code changed: the key is new and has its default, or it has become operational."""
+    """Returns True if only the code changed: the key is new and has its default, or no longer affects the results."""
     field = type(config).model_fields.get(key)
     if field is None or (key in old and key in new):
         return False

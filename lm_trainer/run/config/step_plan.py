@@ -1,4 +1,4 @@
-"""The resolved trainer section: batches, microbatches, mesh shape, sharding rules, precision."""
+"""The resolved trainer section: batches, microbatches, mesh shape, sharding rules and precision."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The settings of a step, resolved from the trainer section and independent of the devices."""
+    """Settings of a training step, resolved from the trainer section. They do not depend on the devices."""
 
     batch_schedule: BatchSchedule
-    """Rows in the global batch of each step."""
+    """Number of rows in the global batch of each step."""
     microbatches: Piecewise[MicrobatchPlan]
-    """The split of the global batch of each step into microbatches."""
+    """Division of the global batch of each step into microbatches."""
     evaluation: MicrobatchPlan
-    """The split of an evaluation batch: as many microbatches as the largest training batch."""
+    """Division of an evaluation batch into microbatches, as many as in the largest training batch."""
     mesh_shape: MeshShape
-    """Mesh axes with configured sizes; the data axis takes the remaining devices."""
+    """Sizes of the mesh axes that are configured. The data axis takes the remaining devices."""
     state_parts: int | None
-    """Maximum number of shards along the data axis, a power of two, up to which the bits of norms do not depend on the
-    number; None without a determinism guarantee."""
+    """Maximum number of shards along the data axis for which the bits of norms do not depend on the number of shards. A
+    power of two; None if there is no determinism guarantee."""
     param_rules: AxisRules
-    """Logical axis -> mesh axes, for the stored state."""
+    """Mesh axes that shard each logical axis of the stored state."""
     compute_rules: AxisRules
-    """Logical axis -> mesh axes, during computation."""
+    """Mesh axes that shard each logical axis during computation."""
     policy: Policy
-    """The precision of parameters, computation and output."""
+    """Precision of parameters, computation and output."""
 
     @property
     def microbatch_rows(self) -> tuple[int, ...]:
-        """Rows per microbatch of every batch, including evaluation."""
+        """Number of rows per microbatch for every batch, including the evaluation batch."""
         return tuple(plan.rows for plan in (*self.microbatches.values, self.evaluation))
 
     @property
@@ -51,11 +51,11 @@ class StepPlan:
         return min(counts) * shape.pipeline * shape.context * shape.expert * shape.model
 
     def mesh(self, devices: Sequence[Any]) -> Mesh:
-        """Arranges the devices in a mesh; raises `UserError` as `build_mesh` does."""
+        """Arranges the devices in a mesh. Raises `UserError` like `build_mesh`."""
         return build_mesh(self._fit_mesh_shape(len(devices)), devices)
 
     def abstract_mesh(self, count: int) -> AbstractMesh:
-        """Returns the abstract mesh of `count` devices; otherwise like `mesh`."""
+        """Like `mesh`, but returns an abstract mesh of `count` devices."""
         return build_abstract_mesh(self._fit_mesh_shape(count), count)
 
     def check_microbatch_shares(self, mesh: Mesh | AbstractMesh) -> None:
@@ -71,7 +71,7 @@ class StepPlan:
         self.check_microbatch_shares(self.abstract_mesh(count))
 
     def _fit_mesh_shape(self, count: int) -> MeshShape:
-        """Returns `mesh_shape`, with more replicas if the state cannot be sharded over the full data axis."""
+        """Returns `mesh_shape`, with additional replicas if the state cannot be sharded over the full data axis."""
         data, remainder = divmod(count, math.prod(self.mesh_shape))
         if self.state_parts is None or remainder:
             return self.mesh_shape

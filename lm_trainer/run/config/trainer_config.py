@@ -48,7 +48,7 @@ Resources = dict[Name, str | tuple[str, ...]]
 JsonValue = str | int | float | bool | None
 
 _SHARDED_BY = {"layers": "pipeline", "experts": "expert"}
-"""Logical axis of parameters -> the mesh axis that shards it without a rule."""
+"""Mesh axes that shard logical axes of parameters without a rule, by logical axis."""
 _RUN_DIRECTORY = (
     "The run directory lies on this machine; with a bucket as trainer.checkpointer.base_path a copy of it is kept "
     "beside the checkpoints, from which other machines read and go on"
@@ -56,11 +56,11 @@ _RUN_DIRECTORY = (
 
 
 class TrainerConfig(Config):
-    """All settings of a run other than the model, the data and the optimizer."""
+    """All settings of a run except for the model, the data and the optimizer."""
 
     renamed_keys: ClassVar[Mapping[str, str]] = {
         "per_device_train_parallelism": "per_device_parallelism",
-        # A tracker without `type` is W&B.
+        # A tracker without `type` is a wandb tracker.
         "wandb": "tracker",
     }
     replaced_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {"wandb": ("tracker",)}
@@ -83,80 +83,81 @@ class TrainerConfig(Config):
     seed: AffectsResults[Seed] = 0
     """Seed of the initial weights, the data order and dropout."""
     id: Operational[str | None] = None
-    """Name of the run; starting with the same name resumes it. Default: the environment variable RUN_ID, otherwise the
-    name of the configuration file with a hash of all keys affecting the results, so the same command resumes."""
+    """Name of the run. Starting a run with the same name resumes it. The default is the environment variable RUN_ID,
+    otherwise the name of the configuration file with a hash of all keys that affect the results, so that the same
+    command resumes the run."""
     mp: AffectsResults[PrecisionPolicy] = Policy()
     """Mixed precision policy, such as `p=f32,c=bfloat16`: `p` is the dtype of parameters, gradients and optimizer
-    state, `c` of the computation. A single dtype, such as `f32`, sets both. Plain `bfloat16` stores the weights in
-    bfloat16 too, which loses small updates; `float16` has no loss scaling."""
+    state, and `c` the dtype of the computation. A single dtype, such as `f32`, sets both. Plain `bfloat16` also stores
+    the weights in bfloat16, which loses small updates. There is no loss scaling for `float16`."""
     quantization: AffectsResults[AnyQuantization | None] = None
-    """Compute matrix products in 8 bits; null uses the compute dtype of `mp`."""
+    """Compute matrix products in 8 bits. null uses the compute dtype of `mp`."""
     determinism: AffectsResults[Literal["elastic", "fast"]] = "elastic"
     """`elastic`: bit-identical results on any number of devices. `fast`: one program over all devices in which XLA
     chooses the order of sums. Results then depend on the devices, and with `per_device_parallelism: -1` each device
     computes all its rows in one microbatch. Use it to measure the cost of `elastic`."""
     gather: AffectsResults[Literal["auto", "model", "layer"]] = "auto"
-    """Parameters gathered on a device at a time during computation: `model` gathers the full model, `layer` one layer,
-    with the memory use of FSDP. Their results may differ in the last digits. `auto` chooses `layer` for layered models
-    with at least 100 million parameters, and `model`, which is faster for small models, otherwise; the choice does not
-    depend on the devices. `determinism: layerwise`, the former spelling of `layer`, is still accepted. With
-    `determinism: fast`, XLA decides which parameters to gather."""
+    """Parameters that a device gathers at a time: `model` gathers the full model, and `layer` one layer, with the
+    memory use of FSDP. Their results may differ in the last digits. `auto` chooses `layer` for layered models with at
+    least 100 million parameters, otherwise `model`, which is faster for small models. The choice does not depend on the
+    devices. `determinism: layerwise`, the former spelling of `layer`, is still accepted. With `determinism: fast`, XLA
+    decides which parameters to gather."""
     microbatches_per_gather: Operational[PositiveInt | None] = None
-    """Maximum number of microbatches a device accumulates before the devices exchange sums; the results are
-    bit-identical for any value. With `gather: layer` these microbatches share the gathered parameters of a layer: a
-    smaller number stores fewer activations but gathers more often. With `gather: model` it stores fewer gradients of
-    the full model. The value is rounded to the next one allowed by the fixed order of summation. null means all, or
-    with `gather: layer` as many as fit into device memory, if its size is known (GPUs, TPUs)."""
+    """Maximum number of microbatches that a device accumulates before the devices exchange sums. The results are
+    bit-identical for any value. With `gather: layer`, these microbatches share the gathered parameters of a layer, so a
+    smaller number stores fewer activations but gathers more often. With `gather: model`, a smaller number stores fewer
+    gradients of the full model. The value is rounded to the next one that the fixed order of summation allows. null
+    means all, or with `gather: layer` as many as fit into device memory, if its size is known (GPUs, TPUs)."""
 
     matrix_updates: AffectsResults[Literal["owned", "repeated"]] = "owned"
-    """Update by optimizers that need full, unsharded weights, such as muon, soap and kron. `owned`: each weight of each
-    layer is updated by one device, so the devices share the work. `repeated`: every device computes the update of all
-    weights. Runs started before `owned` existed continue with `repeated` automatically. The results of the two may
-    differ in the last digits."""
+    """Division of the work of optimizers that need full, unsharded weights, such as muon, soap and kron. `owned`: one
+    device updates each weight of each layer, so the devices share the work. `repeated`: every device computes the
+    update of all weights. The results may differ in the last digits. Runs that were started before `owned` existed
+    continue with `repeated` automatically."""
 
     cpu_threads: AffectsResults[PositiveInt | None] = None
-    """Number of XLA threads on a CPU. It affects the results, because XLA splits products and sums by this number.
-    Default: one per core; a resumed run keeps its number. XLA uses at least as many threads as the process has
-    (emulated) devices: set N to get the same bits on 1 to N devices, with any number of cores."""
+    """Number of XLA threads on a CPU. It affects the results, because XLA splits products and sums by this number. The
+    default is one per core, and a resumed run keeps its number. XLA uses at least as many threads as the process has
+    (emulated) devices. Set it to N to get the same bits on 1 to N devices, with any number of cores."""
 
     num_train_steps: AffectsResults[PositiveInt] = 400_000
     """Total number of optimizer steps of the run."""
     train_batch_size: AffectsResults[BatchSizes] = 512
-    """Rows in a global batch: a number, or a schedule over steps, such as `[{start: 0, value: 64}, {start: 1000,
-    value: 128}]`."""
+    """Number of rows in a global batch, or a schedule over steps, such as
+    `[{start: 0, value: 64}, {start: 1000, value: 128}]`."""
     per_device_parallelism: AffectsResults[int] = -1
-    """Rows in a microbatch, the unit of computation; -1 means train_batch_size / elastic_shards. It determines the
-    order of summation, so changing it changes the bits of the run; changing the number of devices does not."""
+    """Number of rows in a microbatch; -1 means train_batch_size / elastic_shards. It determines the order of summation,
+    so changing it changes the bits of the run. Changing the number of devices does not."""
     per_device_eval_parallelism: Operational[int] = -1
-    """Rows a device evaluates at once; -1 means as in training."""
+    """Number of rows in a microbatch in evaluations; -1 means the same number as in training."""
     elastic_shards: AffectsResults[PositiveInt] = MIN_MICROBATCHES
-    """With `per_device_parallelism: -1`, the number of microbatches per step. It is also the maximum number of devices
-    the run can use along the data axes. The default depends on the batch, not on the devices: as many microbatches as
-    make about 8,192 tokens each, as a power of two, but at least 8; 1 for a batch of fewer than 2,048 tokens. If that
-    does not divide every batch: the largest power of two that does."""
+    """Number of microbatches per step with `per_device_parallelism: -1`. It is also the maximum number of devices that
+    the run can use along the data axes. The default depends on the batch, not on the devices. It is the power of two
+    that results in about 8,192 tokens per microbatch, but at least 8, or 1 for a batch with fewer than 2,048 tokens. If
+    this does not divide every batch, it is the largest smaller power of two that does."""
     allow_nondivisible_batch_size: AffectsResults[bool] = False
-    """Pad a batch that cannot be split into equal microbatches with rows of weight 0, instead of refusing it. Padding
-    costs computation."""
+    """Pad a batch that cannot be split into equal microbatches with rows of weight 0, instead of raising an error.
+    Padding costs computation."""
     model_averaging: AffectsResults[AnyAveraging | None] = None
-    """Also keep an average of the weights. It is evaluated in addition to the weights, and exported."""
+    """Also keep an average of the weights. It is evaluated in addition to the trained weights, and exported."""
 
     steps_per_eval: Operational[PositiveInt | tuple[PositiveInt, ...]] = 1000
-    """Steps between evaluations, or a list of the steps after which to evaluate; an evaluation also follows the last
-    step."""
+    """Number of steps between evaluations, or a list of the steps after which to evaluate. There is also an evaluation
+    after the last step."""
     max_eval_batches: Operational[PositiveInt | None] = None
     """Maximum number of batches to evaluate per validation set; null means all."""
     token_probabilities: Operational[NonNegativeInt] = 4
-    """Number of documents of the first held-out set for which each evaluation writes the probability of every token, to
-    RUN_DIR/token-probabilities.jsonl and an HTML page next to it; 0 turns it off."""
+    """Number of documents of the first held-out set for which each evaluation writes the probability of every token to
+    RUN_DIR/token-probabilities.jsonl and to an HTML page next to it. 0 turns this off."""
     steps_per_log: Operational[PositiveInt] = 1
-    """Steps between lines of metrics."""
+    """Number of steps between logged lines of metrics."""
     sample_tokens: Operational[NonNegativeInt] = 128
-    """Length in tokens of the sample printed after training; 0 turns it off."""
+    """Number of tokens of the sample that is printed after training; 0 turns it off."""
     sample_prompt: Operational[Annotated[str, Field(min_length=1)] | None] = None
-    """Prompt of the sample. Default: the start of a held-out document. Speech models get a recording instead."""
+    """Prompt of the sample. The default is the start of a held-out document. Speech models get a recording instead."""
 
     log_dir: Operational[Annotated[str, PathType(instead=_RUN_DIRECTORY)]] = "logs/"
-    """Parent of the run directory `log_dir`/id, which contains configuration, environment, metrics and log."""
+    """Parent of the run directory `log_dir`/id, which contains the configuration, environment, metrics and log."""
     tracker: Operational[AnyTracker | tuple[AnyTracker, ...]] = (TensorboardConfig(),)
     """One tracker or a list, in addition to metrics.jsonl. A block without `type` configures wandb."""
     watch: Operational[WatchConfig] = WatchConfig()
@@ -164,7 +165,7 @@ class TrainerConfig(Config):
     """Record a trace of some steps for TensorBoard's profiler. To view it, run `tensorboard --logdir` on the run
     directory with the package tensorboard-plugin-profile."""
     profiler_start_step: Operational[NonNegativeInt] = 5
-    """Number of steps completed before the trace begins; a few, so that the trace contains no compilation."""
+    """Number of completed steps before the trace begins. A few are needed so that it contains no compilation."""
     profiler_num_steps: Operational[PositiveInt] = 100
     """Number of steps to trace."""
     profiler_perfetto_link: Operational[bool] = False
@@ -184,14 +185,14 @@ class TrainerConfig(Config):
     load_checkpoint: Operational[bool | None] = None
     """Resume from the newest checkpoint of the run: null resumes if one exists, true requires one, false never does."""
     load_checkpoint_path: Operational[StorageLocation | None] = None
-    """A checkpoint directory, or a step in it, to resume from if the run itself has no checkpoint."""
+    """Checkpoint directory, or a step in it, to resume from if the run itself has no checkpoint."""
     initialize_from: AffectsResults[StorageLocation | None] = None
-    """Start from the weights (only) of this checkpoint directory, run or step."""
+    """Checkpoint directory, run or step to take the initial weights from. Only the weights are loaded."""
     allow_partial_checkpoint: Operational[bool] = False
-    """Initialize model parameters missing in a checkpoint and report them, instead of refusing the checkpoint."""
+    """Initialize and report model parameters that are missing in a checkpoint, instead of raising an error."""
 
     batch_axis: Operational[str] = "batch"
-    """The logical axis sharded over all devices for data parallelism."""
+    """Logical axis that is sharded over all devices for data parallelism."""
     fsdp_axis: Operational[str | tuple[str, ...] | None] = "embed"
     """Logical axes of parameters and optimizer state to shard over the data axis of the mesh between steps."""
     tensor_parallel_axes: AffectsResults[tuple[str, ...] | None] = None
@@ -203,34 +204,34 @@ class TrainerConfig(Config):
     compute_axis_resources: AffectsResults[Resources] = {}
     """Like axis_resources, for computation only."""
     model_axis_size: AffectsResults[PositiveInt] = 1
-    """Number of devices sharing one copy of the model by tensor parallelism."""
+    """Number of devices that share one copy of the model (tensor parallelism)."""
     context_axis_size: AffectsResults[PositiveInt] = 1
-    """Number of devices sharing the positions of each row (context parallelism): activations are sharded along the
-    sequence. Keys and values are gathered for attention, or passed around with `model.attn_backend: ring`."""
+    """Number of devices that share the positions of each row (context parallelism). Activations are sharded along the
+    sequence. For attention, keys and values are gathered, or passed around with `model.attn_backend: ring`."""
     expert_axis_size: AffectsResults[PositiveInt] = 1
-    """Number of devices sharing the experts of each layer and the rows of a microbatch (expert parallelism)."""
+    """Number of devices that share the experts of each layer and the rows of a microbatch (expert parallelism)."""
     pipeline_axis_size: AffectsResults[PositiveInt] = 1
-    """Number of pipeline stages, each with a contiguous range of layers on one device; the rows of a microbatch flow
-    through the stages one after the other (GPipe, Huang et al. 2019)."""
+    """Number of pipeline stages, each of which has a contiguous range of layers on one device. The rows of a microbatch
+    pass through the stages one after the other (GPipe, Huang et al. 2019)."""
     max_devices: Operational[PositiveInt | None] = None
-    """Use at most this many devices, the first available ones; null means all. Several processes must use all."""
+    """Maximum number of devices to use, starting with the first; null means all. Several processes must use all."""
     replica_ici_axis_size: Operational[PositiveInt] = 1
-    """Number of copies of the state within a slice; the data axis takes the remaining devices."""
+    """Number of copies of the state within a slice. The data axis takes the remaining devices."""
     replica_dcn_axis_size: Operational[PositiveInt] = 1
-    """Number of copies of the state across slices, connected by a slower network."""
+    """Number of copies of the state across slices, which are connected by a slower network."""
 
     jax_config: Annotated[dict[str, JsonValue], affects_results_through(select_numeric_settings)] = {}
     """JAX settings by name, for example `jax_num_cpu_devices: 8` or `jax_debug_nans: true`."""
     jax_compilation_cache_dir: Operational[Annotated[str, PathType(schemes=COMPILATION_CACHES)] | None] = None
-    """Directory of the persistent compilation cache; with the package gcsfs or s3fs it may be a gs:// or s3:// URL.
-    Default: JAX_COMPILATION_CACHE_DIR, otherwise the user's cache directory."""
+    """Directory of the persistent compilation cache, which may be a gs:// or s3:// URL with the package gcsfs or s3fs.
+    The default is JAX_COMPILATION_CACHE_DIR, otherwise the user's cache directory."""
     distributed: Operational[DistributedConfig] = DistributedConfig()
     ray: Operational[RayConfig] = RayConfig()
     require_accelerator: Operational[bool | None] = None
-    """Refuse to run on a CPU; null means false."""
+    """Raise an error if there is no accelerator; null means false."""
     shutdown_at_exit: Operational[bool | NonNegativeFloat] = False
-    """Shut down the machine when the command ends for any reason: `true`, or a delay in seconds. For rented machines
-    that are billed while idle."""
+    """Shut down the machine when the command ends for any reason. The value is `true` or a delay in seconds. Useful for
+    rented machines that are billed while idle."""
 
     @field_validator("id")
     @classmethod
@@ -284,7 +285,7 @@ class TrainerConfig(Config):
 
     @model_validator(mode="after")
     def _default_shards_divide_the_batch(self) -> TrainerConfig:
-        # Also runs for a section that another configuration already holds, and then changes nothing.
+        # Also runs for a section that is already a part of another configuration, but then changes nothing.
         set_default_shards(self, self.elastic_shards)
         return self
 
@@ -323,28 +324,28 @@ class TrainerConfig(Config):
 
     @property
     def gathers_layers(self) -> bool:
-        """True if a step gathers one layer at a time; raises `RuntimeError` before `resolve_gather` has resolved it."""
+        """True if a step gathers one layer at a time. Raises `RuntimeError` if `gather` has not been resolved yet."""
         if self.gathers_by_size:
             raise RuntimeError("trainer.gather is auto, and the size of the model has not been looked at")
         return self.gather == "layer"
 
     @property
     def batch_schedule(self) -> BatchSchedule:
-        """The size of the global batch at each step."""
+        """Size of the global batch at each step."""
         return BatchSchedule(to_piecewise(self.train_batch_size))
 
     @cached_property
     def step_plan(self) -> StepPlan:
-        """All keys determining the structure of a step, resolved."""
+        """Resolved values of all keys that determine the structure of a step."""
         sizes = to_piecewise(self.train_batch_size)
         args = {"rows": self.per_device_parallelism, "elastic_shards": self.elastic_shards}
         plans = tuple(
             MicrobatchPlan.make(size, **args, pad=self.allow_nondivisible_batch_size) for size in sizes.values
         )
-        # As many evaluation microbatches as in the largest batch, so every mesh that can train can evaluate.
+        # Evaluation has as many microbatches as the largest batch, so that every mesh that can train can evaluate.
         largest = max(plans, key=lambda plan: plan.count)
         rows = largest.rows if self.per_device_eval_parallelism == -1 else self.per_device_eval_parallelism
-        # The squares of a parameter are summed over a grid common to all batches, see `plan_shardings`.
+        # The squares of a parameter are summed over a grid that is common to all batches, see `plan_shardings`.
         common = math.gcd(*(plan.count for plan in plans))
         return StepPlan(
             batch_schedule=BatchSchedule(sizes),
@@ -359,22 +360,22 @@ class TrainerConfig(Config):
 
     @property
     def microbatch_size(self) -> int:
-        """Rows in a microbatch at the first step; independent of the number of devices."""
+        """Number of rows in a microbatch at the first step. It does not depend on the number of devices."""
         return self.step_plan.microbatches.at(0).rows
 
     @property
     def eval_batch_size(self) -> int:
-        """Rows in an evaluation batch."""
+        """Number of rows in an evaluation batch."""
         return self.step_plan.evaluation.batch_size
 
     @property
     def compute_axis_mapping(self) -> AxisRules:
-        """Logical axis -> mesh axes, during computation."""
+        """Mesh axes that shard each logical axis during computation."""
         return self._compute_rules()
 
     @property
     def parameter_axis_mapping(self) -> AxisRules:
-        """Logical axis -> mesh axes, for the stored state."""
+        """Mesh axes that shard each logical axis of the stored state."""
         return self._param_rules()
 
     def devices(self) -> Sequence[Any]:
@@ -395,12 +396,12 @@ class TrainerConfig(Config):
 
     @property
     def device_mesh(self) -> Mesh:
-        """The mesh of the devices of the run; raises `UserError` if it cannot be built."""
+        """The mesh of the devices of the run. Raises `UserError` if it cannot be built."""
         return self.step_plan.mesh(self.devices())
 
     @property
     def data_axis_size(self) -> int:
-        """Number of shards of the rows of a batch."""
+        """Number of shards into which the rows of a batch are divided."""
         return batch_shards(self.device_mesh)
 
     @property
@@ -414,7 +415,7 @@ class TrainerConfig(Config):
         return self.tracker if isinstance(self.tracker, tuple) else (self.tracker,)
 
     def _mesh_shape(self) -> MeshShape:
-        """Returns the mesh axes with configured sizes."""
+        """Returns the configured sizes of the mesh axes."""
         return MeshShape(
             replica_dcn=self.replica_dcn_axis_size,
             replica=self.replica_ici_axis_size,
@@ -425,23 +426,23 @@ class TrainerConfig(Config):
         )
 
     def _sharded_axes(self) -> dict[str, tuple[str, ...]]:
-        """Returns the logical axes sharded by `pipeline_axis_size` and `expert_axis_size` -> their mesh axes."""
+        """Returns the mesh axes of the logical axes that `pipeline_axis_size` and `expert_axis_size` shard."""
         return {logical: (axis,) for logical, axis in _SHARDED_BY.items() if getattr(self._mesh_shape(), axis) > 1}
 
     def _tensor_parallel_rules(self) -> dict[str, tuple[str, ...]]:
-        """Returns `tensor_parallel_axes` as sharding rules; no rules for a single device."""
+        """Returns `tensor_parallel_axes` as sharding rules. There are no rules for a single device."""
         return dict.fromkeys(self.tensor_parallel_axes or (), ("model",)) if self.model_axis_size > 1 else {}
 
     def _compute_rules(self) -> dict[str, tuple[str, ...]]:
-        """Returns logical axis -> mesh axes, during computation."""
+        """Returns the mesh axes that shard each logical axis during computation."""
         tensor = self._tensor_parallel_rules()
         shared = parse_rules(self.axis_resources, key="axis_resources")
         specific = parse_rules(self.compute_axis_resources, key="compute_axis_resources")
-        # Later entries win: rules for computation only override rules for both.
+        # Later entries take precedence: rules only for computation override rules for both.
         return {**tensor, **shared, **specific, **self._sharded_axes(), "batch": BATCH_AXES}
 
     def _param_rules(self) -> dict[str, tuple[str, ...]]:
-        """Returns logical axis -> mesh axes, for the stored state."""
+        """Returns the mesh axes that shard each logical axis of the stored state."""
         tensor = self._tensor_parallel_rules()
         shared = parse_rules(self.axis_resources, key="axis_resources")
         specific = parse_rules(self.parameter_axis_resources, key="parameter_axis_resources", options=MESH_AXES)

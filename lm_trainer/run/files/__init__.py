@@ -1,1 +1,1 @@
-"""The files of a run: its directory, its records, and finding runs."""
+"""The files of a run: its directory and records, and functions that find runs."""

@@ -1,4 +1,4 @@
-"""Artifacts in the directory of a run."""
+"""Artifacts in a run directory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Artifacts:
         self._directory, self._tracker = directory, tracker
 
     def write(self, name: str, artifact: Any, *, type: str) -> Path:
-        """Saves an artifact, and returns its path; see `Trainer.write_artifact`."""
+        """Saves an artifact and returns its path; see `Trainer.write_artifact`."""
         file = self._directory.write_artifact(name, artifact)
         if is_lead():
             self._tracker.log_artifact(name, file, type=type)
         return file
 
     def log(self, name: str, file: Path, *, type: str) -> None:
-        """Passes an existing file to the trackers."""
+        """Passes an existing file to the trackers, without copying it to the run directory."""
         self._tracker.log_artifact(name, file, type=type)

@@ -1,4 +1,4 @@
-"""Copy of a run directory in the bucket of its checkpoints, for resuming on another machine."""
+"""Keeps a copy of a run directory in the bucket with its checkpoints, so that the run can resume on another machine."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from lm_trainer.health.signals import SAVE_NOW, STOP_AFTER_SAVE
 logger = logging.getLogger(__name__)
 
 COPY_DIRECTORY = "run"
-"""Name of the directory of the copy, next to the checkpoints of the run."""
+"""Name of the directory with the copy, next to the checkpoints of the run."""
 _ORIGIN = ".copy"
 _LOCAL_FILES = (".lock", SAVE_NOW, STOP_AFTER_SAVE)
-"""Files not to copy: a request would be executed a second time on the machine fetching the copy."""
+"""Files that are not copied. A copied request would be executed a second time on the machine that fetches the copy."""
 _PUSH_INTERVAL = 20.0
-"""Seconds between copies of changed files."""
+"""Minimum number of seconds between two copies of changed files."""
 _LAST_SECONDS = 10.0
-"""Time limit per file at the end of the run, in seconds."""
+"""Time limit per file for the copy at the end of the run, in seconds."""
 _MAX_TIME_SHARE = 0.1
-"""Maximum fraction of time spent copying: large metrics files are copied less often."""
+"""Maximum fraction of time spent copying. Large metrics files are therefore copied less often."""
 _MAX_FILE_BYTES = 64 << 20
-"""Maximum bytes of a file to copy; metrics are copied at any size."""
+"""Maximum size of a file to copy, in bytes. Metrics files are copied regardless of their size."""
 
 
 class BucketMirror:
-    """Context manager that mirrors the run directory to `BASE/ID/run` in a bucket, for the process writing the run.
+    """Context manager that mirrors the run directory to `BASE/ID/run` in a bucket, in the process that writes the run.
 
-    The file `.copy` in both directories identifies the machine's directory that was copied. If they differ, the local
-    directory is older than the copy, and is replaced by it.
+    The file `.copy` contains an identifier of the local directory that was copied, and exists in both directories. If
+    the identifiers differ, the copy comes from another machine and is newer, so it replaces the local directory.
 
     Args:
         path: the run directory.
-        checkpoints: the directory of the run's checkpoints.
+        checkpoints: the checkpoint directory of the run.
     """
 
     def __init__(self, path: Path, checkpoints: Bucket):
@@ -54,19 +54,19 @@ class BucketMirror:
         self._warned = False
 
     def is_newer(self) -> bool:
-        """Returns True if the copy comes from another machine's directory."""
+        """Returns True if the copy comes from the directory of another machine."""
         recorded = read_json(self._to, _ORIGIN).get("origin")
         return recorded is not None and recorded != self._read_origin()
 
     def read(self, name: str) -> bytes | None:
-        """Reads a file of the run, from the copy if it is newer."""
+        """Reads a file of the run, from the copy if the copy is newer; None if there is no such file."""
         if self.is_newer():
             return self._to.read(name)
         file = self._path / name
         return file.read_bytes() if file.is_file() else None
 
     def fetch(self) -> bool:
-        """Replaces the files of the run directory by the copy if the copy is newer; returns True if it was."""
+        """Replaces the files in the run directory with the copy if the copy is newer. Returns True if it was."""
         if not self.is_newer():
             return False
         download_objects(self._to, [name for name in self._to.list() if name != _ORIGIN], self._path)
@@ -88,7 +88,7 @@ class BucketMirror:
             logger.warning("%s; the metrics of the last steps are in %s alone", error, self._path)
 
     def push(self, seconds: float = 60.0) -> None:
-        """Copies changed files.
+        """Copies changed files to the bucket.
 
         Args:
             seconds: time limit per file.
@@ -100,7 +100,7 @@ class BucketMirror:
             changed = {
                 name: state for name, state in _file_states(self._path).items() if self._copied.get(name) != state
             }
-            # The origin is written last, so that an interrupted copy still counts as the older one.
+            # The origin is written last, so that an interrupted copy does not count as newer.
             for name in sorted(changed, key=lambda name: name == _ORIGIN):
                 self._to.write(name, _read_complete_lines(self._path / name), seconds=seconds)
                 self._copied[name] = changed[name]
@@ -129,7 +129,7 @@ class BucketMirror:
 
 
 def _file_states(directory: Path) -> dict[str, tuple[int, int]]:
-    """Returns relative path -> (size, modification time) of every file to copy."""
+    """Returns a mapping from relative path to (size in bytes, modification time in ns) for every file to copy."""
     states = {}
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -138,7 +138,7 @@ def _file_states(directory: Path) -> dict[str, tuple[int, int]]:
             path = Path(folder) / name
             try:
                 state = path.stat()
-            # The file may be deleted concurrently.
+            # The file may have been deleted in the meantime.
             except FileNotFoundError:
                 continue
             if state.st_size <= _MAX_FILE_BYTES or path.suffix == ".jsonl":
@@ -148,5 +148,5 @@ def _file_states(directory: Path) -> dict[str, tuple[int, int]]:
 
 def _read_complete_lines(file: Path) -> bytes:
     content = file.read_bytes()
-    # Leave an unfinished line for the next copy.
+    # An incomplete line is left for the next copy.
     return content[: content.rfind(b"\n") + 1] if file.suffix == ".jsonl" else content

@@ -1,4 +1,4 @@
-"""The directory of a run with its configuration, environment and results; locked by one process at a time."""
+"""The directory of a run, with its configuration, environment and results. One process at a time can lock it."""
 
 from __future__ import annotations
 
@@ -50,13 +50,14 @@ _EFFECTS = {
     RUN: "the configuration cannot be compared with that of the steps that are there",
     ENVIRONMENT: "what computed the steps so far is not known, so that later ones may have other bits than they would",
 }
-"""Record -> consequence of its absence, for the warning."""
+"""Consequences of a missing record, by the name of the record, for the warning."""
 
 
 def choose_run_id(config: RunConfig, config_name: str) -> str:
-    """Returns the ID from the configuration, else RUN_ID from the environment, else the name with the config hash.
+    """Returns the run ID: `trainer.id`, or the environment variable RUN_ID, or the configuration's name and hash.
 
-    The same configuration gets the same ID, so the same command resumes its run; another configuration gets another ID.
+    The default ID is the same for the same configuration. The same command therefore resumes its run, and a command
+    with a different configuration starts another run.
 
     Raises:
         UserError: for an invalid RUN_ID.
@@ -70,23 +71,23 @@ def choose_run_id(config: RunConfig, config_name: str) -> str:
 
 
 def checkpoint_directory(trainer: TrainerConfig, name: str) -> StoragePath:
-    """Returns the directory of the checkpoints of the run `name`."""
+    """Returns the checkpoint directory of the run `name`."""
     return storage_path(trainer.checkpointer.expanded_path(name))
 
 
 class RunDirectory:
     """Context manager that opens or creates `log_dir`/id for one attempt at a run.
 
-    Only the first of several processes locks and writes it. If the checkpoints are in a bucket, a copy of the directory
-    is kept next to them, and replaces a missing or older local directory.
+    Only the first of several processes locks the directory and writes to it. If the checkpoints are in a bucket, a copy
+    of the directory is kept next to them. It replaces the local directory if that is missing or older.
 
     Args:
-        trainer: trainer section with the locations.
+        trainer: trainer section, which contains the paths of the directories.
         settings: complete configuration of the run, with `trainer` as one of its sections.
         name: the run ID.
-        allow_change: allow continuing with a changed configuration. The change takes effect, and is recorded, with the
-            first step computed under it.
-        on_wait: called with a message if the start has to wait for another process.
+        allow_change: allow the run to continue with a changed configuration. The change takes effect, and is recorded,
+            with the first step that is computed with it.
+        on_wait: called with a message if the run has to wait for another process before it can start.
 
     Raises:
         UserError: if the directory cannot be written, is in use, or contains another configuration.
@@ -110,7 +111,7 @@ class RunDirectory:
         self._locks = contextlib.ExitStack()
         self._records = RecordCopies(self.path, self.checkpoints, name)
         self.chain = ""
-        """Hash of the steps before this attempt (`extend_chain`); set once they are known."""
+        """Hash of the steps before this attempt (see `extend_chain`). It is set once these steps are known."""
         self.notes: list[str] = []
         self._copy = BucketMirror(self.path, self.checkpoints) if isinstance(self.checkpoints, Bucket) else None
         self._lease: Lease | None = None
@@ -118,7 +119,7 @@ class RunDirectory:
         self._on_wait = on_wait
 
     def __enter__(self) -> Self:
-        # The others wait until the directory is complete, or the first process has raised.
+        # The other processes wait until the directory is complete, or the first process has raised an exception.
         if is_lead():
             self._lock_directories()
         wait_for_all("run directory")
@@ -144,7 +145,8 @@ class RunDirectory:
         self._locks.close()
 
     def _local_directories(self) -> set[Path]:
-        # A set: both may be the same directory, in different spellings, which cannot be locked twice.
+        # Uses a set of resolved paths, because both paths may refer to the same directory, which cannot be locked
+        # twice.
         return {path.resolve() for path in (self.path, self.checkpoints) if isinstance(path, Path)}
 
     def _lock_bucket(self, copy: BucketMirror) -> None:
@@ -160,7 +162,10 @@ class RunDirectory:
         copy.fetch()
 
     def _probe_bucket(self) -> None:
-        """Checks once, and quickly, that the bucket can be used: other requests are retried for minutes."""
+        """Checks once that the bucket can be used.
+
+        The check fails quickly, while other requests are retried for minutes.
+        """
         if isinstance(self.checkpoints, Bucket) and not self._probed:
             self.checkpoints.check_writable("trainer.checkpointer.base_path")
             self._probed = True
@@ -175,12 +180,12 @@ class RunDirectory:
             MachineError: if another process has taken over the run, or the bucket cannot be written.
         """
         if self._lease is not None and self._copy is not None:
-            # Copy first, so that a resume from the checkpoint finds the metrics up to its step.
+            # Copies first, so that a run that resumes from the checkpoint finds the metrics up to its step.
             self._copy.push(seconds)
             self._lease.confirm()
 
     def check_lock_held(self) -> None:
-        """Raises `MachineError` if another process has taken over the run, which a bucket cannot prevent."""
+        """Raises `MachineError` if another process has taken over the run, which cannot be prevented in a bucket."""
         if self._lease is not None:
             self._lease.check()
 
@@ -198,7 +203,8 @@ class RunDirectory:
                 + "\nSet trainer.id to another name to start a new run, undo these changes to resume this one, or go "
                 "on with them by --allow-config-change, which is written down in the run's records"
             )
-        # A change is recorded with the first step under it; until then the files describe the existing steps.
+        # A change is only recorded when the first step is computed with it. Until then the files describe the existing
+        # steps.
         if not self._differences:
             self._write_records(record.get("changes", []))
 
@@ -224,7 +230,7 @@ class RunDirectory:
             write_atomically(directory / "config.yaml", text)
 
     def write_artifact(self, name: str, artifact: Any) -> Path:
-        """Writes text, bytes, a copy of a file or any JSON-serialisable value to `artifacts`/name; returns its path."""
+        """Writes text, bytes, a copy of a file or a JSON-serialisable value to `artifacts`/name. Returns the path."""
         file = self.path / "artifacts" / name
         if not is_lead():
             return file
@@ -237,10 +243,9 @@ class RunDirectory:
         return file
 
     def num_cpu_threads(self, trainer: TrainerConfig) -> int | None:
-        """Returns the number of CPU threads from the configuration, or else from the last attempt; None if neither has
-        one.
-        """
-        # XLA splits sums on a CPU by its number of threads, so a resume with the same number gives the same bits.
+        """Returns the number of CPU threads in the configuration or of the last attempt; None if neither has one."""
+        # On a CPU, XLA splits sums according to its number of threads, so a resumed run needs the same number to give
+        # the same bits.
         attempts = self._read_attempts() if trainer.bitwise else []
         return num_cpu_threads_for_rerun(trainer, attempts[-1] if attempts else {})
 
@@ -264,27 +269,27 @@ class RunDirectory:
         return settings.trainer
 
     def restore_recorded_keys(self) -> None:
-        """Sets unset keys to the values recorded at the start of the run; see `trainer_with_recorded_keys`.
+        """Sets keys that are not set to the values recorded at the start of the run; see `trainer_with_recorded_keys`.
 
-        All processes must call it; it waits for them.
+        All processes must call this method, which waits for the others.
         """
         content = self._read_unlocked(RUN) if is_lead() else None
         identity = {} if content is None else recorded_identity(parse_run_record(self.path / RUN, content), self.path)
-        # Only the first process may have access to the directory.
+        # It may be that only the first process can access the directory.
         self.config = config_with_recorded_keys(self.config, json.loads(gather_texts(json.dumps(identity))[0]))
 
     def record_attempt(self, trainer: TrainerConfig, *, step: int, rows: int, program: str) -> list[str]:
         """Records the environment of this attempt in env.json, and a changed configuration in run.json.
 
         Args:
-            trainer: trainer section, as in `num_cpu_threads`.
+            trainer: trainer section of the configuration.
             step: number of completed steps.
-            rows: rows in a microbatch.
-            program: hash of the program for a microbatch.
+            rows: number of rows of a microbatch.
+            program: hash of the compiled program for a microbatch.
 
         Returns:
-            Notes for the user: differences from the previous attempt, or remarks about the first one. Empty in all
-            processes except the first.
+            Notes for the user about differences from the previous attempt, or about the first attempt. The list is
+            empty in all processes except the first.
         """
         if not is_lead():
             return []
@@ -300,7 +305,7 @@ class RunDirectory:
 
     def _record_change(self, step: int) -> list[str]:
         changes = read_run_record(self.path).get("changes", [])
-        # If a checkpoint was lost, the steps after an earlier one are recomputed under the newest configuration.
+        # If a checkpoint was lost, the steps after an earlier checkpoint are recomputed with the newest configuration.
         updated = [{**change, "step": min(change["step"], step)} for change in changes]
         if self._differences:
             old_config = f"config.{len(changes) + 1}.yaml"
@@ -313,8 +318,9 @@ class RunDirectory:
 
 
 def _refuse_links(directory: Path) -> None:
-    """Raises UserError for symbolic links through which an untrusted run could write to other files. Checkpoints may be
-    links, because they are never rewritten.
+    """Raises `UserError` for symbolic links through which this process could write to files outside of the directory.
+
+    Checkpoints may be links, because they are never rewritten.
     """
     for entry in [*directory.iterdir()] if directory.is_dir() else ():
         if entry.is_symlink() and not entry.name.isdecimal():
@@ -323,10 +329,10 @@ def _refuse_links(directory: Path) -> None:
 
 @contextlib.contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
-    """Holds an advisory lock of a directory, released when the process ends for any reason.
+    """Holds an advisory lock on a directory, which is released when the process ends for any reason.
 
     Raises:
-        UserError: if another process holds it.
+        UserError: if another process holds the lock.
     """
     with (directory / ".lock").open("a+") as file:
         try:
@@ -345,7 +351,7 @@ def lock_directory(directory: Path) -> Iterator[None]:
             raise UserError(
                 f"{directory} is in use by {holder}; wait for it, stop it, or set trainer.id to another name"
             )
-        # For the error message of a second process.
+        # Records the process that holds the lock, for the error message of a second process.
         file.seek(0)
         file.truncate()
         file.write(str(ProcessId.of_this_process()))

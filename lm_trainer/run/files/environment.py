@@ -1,4 +1,4 @@
-"""Runtime environment of a run, and its differences between attempts."""
+"""Describes the runtime environment of a run, and how it differs between attempts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from lm_trainer.core.runtime import available_cores, cpu_threads
 from lm_trainer.run.config.trainer_config import TrainerConfig
 
 _RELEVANT_PACKAGES = re.compile(r"jax|nvidia-|libtpu|flax$|optax$|numpy$|ml.dtypes$|qwix$|tokenizers$|lm.trainer$")
-"""Packages with versions that may change a run's bits."""
+"""Packages whose version may affect the exact bits of a run's results."""
 _METADATA = ("METADATA", "PKG-INFO", "")
-"""Metadata files of an installed package; the empty name is an old `.egg-info` file itself."""
+"""Names of the metadata file of an installed package. The empty name means an old-style `.egg-info` file itself.
+"""
 _HEADER = re.compile(r"^(Name|Version): *(\S+) *$", re.MULTILINE)
 
 
 def describe_environment() -> dict[str, Any]:
-    """Describes the environment for reproducing the run, without host name, user or environment variables."""
+    """Describes the environment, to reproduce the run. Omits the host name, the user and the environment variables."""
     import jax
 
     return {
@@ -42,21 +43,22 @@ def describe_environment() -> dict[str, Any]:
 
 
 def num_cpu_threads_for_rerun(trainer: TrainerConfig, attempt: Mapping[str, Any]) -> int | None:
-    """Returns the number of CPU threads for repeating `attempt`, an entry of env.json: from the configuration, or else
-    from the attempt; None if neither has one.
+    """Returns the number of CPU threads to repeat `attempt`, an entry of env.json.
+
+    The number comes from the configuration or, if that does not set it, from the attempt. None if neither gives one.
     """
     return trainer.cpu_threads or attempt.get("cpu_threads")
 
 
-# A process keeps its imported code, so these three are computed once.
+# The code that a process has imported does not change, so these three functions are computed only once.
 
 
 @functools.cache
 def _list_packages() -> list[tuple[str, str]]:
-    """Lists the names, in lower case, and versions of all installed packages."""
+    """Lists the names (in lower case) and versions of all installed packages."""
     packages = []
     for distribution in metadata.distributions():
-        # `distribution.name` and `.version` each parse the full file with its long description.
+        # `distribution.name` and `.version` each parse the full metadata file, including the long description.
         content = next(filter(None, map(distribution.read_text, _METADATA)), "")
         headers = dict(_HEADER.findall(content.split("\n\n", 1)[0]))
         if headers.keys() == {"Name", "Version"}:
@@ -66,7 +68,7 @@ def _list_packages() -> list[tuple[str, str]]:
 
 @functools.cache
 def _git_commit() -> str | None:
-    """Returns the commit of the checkout running this code, marked if it has changes; None outside a checkout."""
+    """Returns the commit of the checkout that contains this code, marked if there are changes; None outside of one."""
     package = Path(__file__).resolve().parents[1]
     try:
         commit = subprocess.run(
@@ -83,8 +85,8 @@ def _git_commit() -> str | None:
 
 @functools.cache
 def _code_hash() -> str:
-    """Returns a hash of this package's source files, 16 hexadecimal digits."""
-    # The commit does not distinguish uncommitted changes.
+    """Returns a hash of the source files of this package, as 16 hexadecimal digits."""
+    # The git commit does not distinguish between different uncommitted changes.
     package, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         digest.update(f"{file.relative_to(package).as_posix()}\n".encode() + file.read_bytes())
@@ -124,9 +126,9 @@ def continued_attempt_notes(previous: Mapping[str, Any], new: Mapping[str, Any],
 
 
 def environment_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Lists the differences between two entries of env.json that may change bits, as `NAME: OLD -> NEW`.
+    """Lists the differences between two entries of env.json that may affect the exact results, as `NAME: OLD -> NEW`.
 
-    The number of devices is ignored, and so are packages without effect on the computation.
+    Ignores the number of devices, and packages that have no effect on the computation.
     """
     changes = [
         f"{key}: {old[key]} -> {new[key]}"

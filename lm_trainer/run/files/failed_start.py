@@ -1,4 +1,4 @@
-"""Cleanup after a start that failed before its first step."""
+"""Cleans up after an attempt that failed before its first step."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _CREATED_AT_START = {
     "metrics.jsonl",
     COPY_DIRECTORY,
 }
-"""Names an attempt creates before its first step; a directory with other names is kept."""
+"""Names of the files and directories that an attempt creates before its first step. A directory with any other entry is
+kept."""
 
 
 class RemoveFailedStart:
-    """Context manager removing directories created by an attempt that fails before its first step.
+    """Context manager that removes the directories created by an attempt if it fails before its first step.
 
-    It encloses the other context managers of the attempt. Existing directories are kept, and so are directories with a
-    step, a foreign file, or metrics.
+    It encloses the other context managers of the attempt. Directories that existed before are kept, and so are
+    directories that contain a checkpoint, metrics or other files.
 
     Args:
         directories: local directories of the run and of its checkpoints.
@@ -38,7 +39,7 @@ class RemoveFailedStart:
 
     def __enter__(self) -> Self:
         missing = [parent for path in self._directories for parent in (path, *path.parents) if not parent.exists()]
-        # Deepest first, without duplicates.
+        # Removes duplicates, and sorts the deepest directories first.
         self._created = sorted(dict.fromkeys(missing), key=lambda path: -len(path.parts))
         return self
 

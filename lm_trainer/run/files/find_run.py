@@ -1,4 +1,4 @@
-"""Finding runs and their checkpoints by run ID or path."""
+"""Finds runs and their checkpoints by run ID or path."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from lm_trainer.run.files.bucket_mirror import COPY_DIRECTORY
 from lm_trainer.run.files.records import read_run_record, recorded_checkpoint_directory
 
 _LOGS, _CHECKPOINTS = Path("logs"), Path("checkpoints")
-"""Default directories of runs and of checkpoints, relative to the working directory; run IDs are looked up in them."""
+"""Default directories of runs and of checkpoints, relative to the working directory. Run IDs are looked up there."""
 
 
 def read_log_directory(config: Path) -> Path:
-    """Returns trainer.log_dir of a configuration file; `logs` if it is not set or the file is no configuration, because
-    any file of the working directory may be passed.
+    """Returns `trainer.log_dir` of a configuration file.
+
+    Returns `logs` if it is not set, or if the file is not a configuration: callers may pass any YAML file in the
+    working directory.
     """
     try:
         # Search the bytes first, so that most other files need not be parsed.
@@ -31,31 +33,37 @@ def read_log_directory(config: Path) -> Path:
         return _LOGS
     if not any(word in content for word in (b"log_dir", INCLUDE.encode())):
         return _LOGS
-    # Problems in the file are reported by training with it.
+    # Errors in the file are ignored here; `lmt train` reports them.
     log_dir = read_trainer_setting(config, "log_dir")
     return local_path(log_dir) if isinstance(log_dir, str) and path_problem(log_dir) is None else _LOGS
 
 
 def find_log_directories() -> list[Path]:
-    """Returns the directories to search for runs: `logs`, and the log directories of configurations found here."""
+    """Returns the directories in which to search for runs.
+
+    These are `logs`, and the log directories of the configurations in the working directory and in `configs`.
+    """
     files = [*sorted(Path().glob("*.y*ml")), *sorted(Path("configs").glob("*.y*ml"))]
     return [*dict.fromkeys([_LOGS, *map(read_log_directory, files)])]
 
 
 def read_trainer_setting(config: Path, key: str) -> Any:
-    """Returns the value of a key in the section `trainer` of a file, which may be no configuration; None if unset."""
+    """Returns the value of a key in the section `trainer` of a file.
+
+    Returns None if the key is not set, or if the file is not a configuration.
+    """
     trainer = (read_file(config).data or {}).get("trainer")
     return trainer.get(key) if isinstance(trainer, dict) else None
 
 
 def find_run(run: str | Path) -> Path:
-    """Finds the directory of a run by its ID, its path, or the URL of its checkpoints in a bucket.
+    """Finds the directory of a run, given its ID, its path, or the URL of its checkpoints in a bucket.
 
     Returns:
-        An absolute path; for a run in a bucket, a local copy of its files without the checkpoints.
+        An absolute path. For a run in a bucket, the path of a local copy of its files without the checkpoints.
 
     Raises:
-        UserError: if no such run exists (the message lists existing runs), and for a URL other than a bucket's.
+        UserError: if no such run exists (the message lists existing runs), or if a URL does not refer to a bucket.
     """
     if is_bucket(run):
         return _fetch_run_from_bucket(Bucket(str(run)))
@@ -76,7 +84,7 @@ def _fetch_run_from_bucket(checkpoints: Bucket) -> Path:
 
 
 def _list_runs_in_bucket(bucket: Bucket) -> str:
-    """Lists the runs in a bucket, for the error about a missing one."""
+    """Lists the runs in a bucket, for the error message about a missing run."""
     tail = f"/{COPY_DIRECTORY}/run.json"
     runs = sorted(name.removesuffix(tail) for base in (bucket.parent, bucket) for name in base.list() if tail in name)
     return f"; runs in {bucket.parent}: {', '.join(runs)}" if runs else ""
@@ -91,11 +99,11 @@ def _find_checkpoints_in_bucket(path: Bucket) -> tuple[Bucket, int | None]:
 
 
 def run_start_directory(run_dir: Path, log_dir: str) -> Path:
-    """Returns the directory a run was started in, the base of relative paths in its configuration.
+    """Returns the directory in which a run was started. Relative paths in its configuration refer to this directory.
 
     Args:
         run_dir: absolute path of the run directory.
-        log_dir: trainer.log_dir of its configuration; if it is absolute, the working directory is returned.
+        log_dir: `trainer.log_dir` of the configuration. If it is absolute, the working directory is returned.
     """
     logs = local_path(log_dir)
     tail = logs / run_dir.name
@@ -104,14 +112,15 @@ def run_start_directory(run_dir: Path, log_dir: str) -> Path:
 
 
 def find_checkpoints(run: str | StoragePath) -> tuple[StoragePath, int | None]:
-    """Finds a checkpoint directory, and the step if one was named.
+    """Finds a checkpoint directory, and returns it together with the step if `run` names one.
 
     Args:
         run: a run ID, a run directory (`logs/ID`), a checkpoint directory (`checkpoints/ID`, `s3://BUCKET/ID`) or one
             step in it.
 
     Raises:
-        UserError: if none exists (the message lists existing runs), and for a URL other than a bucket's.
+        UserError: if there are no such checkpoints (the message lists existing runs), or if a URL does not refer to a
+            bucket.
     """
     if isinstance(run, Bucket) or is_bucket(run):
         return _find_checkpoints_in_bucket(Bucket(str(run)))
@@ -120,7 +129,7 @@ def find_checkpoints(run: str | StoragePath) -> tuple[StoragePath, int | None]:
         return path.parent, int(path.name)
     logs = find_log_directories()
     for candidate in (path, *(directory / run for directory in logs), _CHECKPOINTS / run):
-        # Check run.json first, because a run directory has a config.yaml too.
+        # Looks for run.json first, because a run directory also contains a config.yaml.
         if (candidate / "run.json").is_file():
             return find_checkpoints_of_run(candidate), None
         if (candidate / "config.yaml").is_file():
@@ -138,7 +147,7 @@ def find_checkpoints_of_run(run_dir: Path) -> StoragePath:
     recorded = storage_path(recorded_checkpoint_directory(read_run_record(run_dir), run_dir))
     if isinstance(recorded, Bucket):
         return recorded
-    # If the run was moved together with its checkpoints, their relative location is unchanged.
+    # If the run was moved together with its checkpoints, their location relative to each other is unchanged.
     moved_with_run = run_dir.parent.parent / recorded.parent.name / recorded.name
     return recorded if recorded.is_dir() or not moved_with_run.is_dir() else moved_with_run
 

@@ -1,4 +1,4 @@
-"""Runs on disk and their status, read only from their directories."""
+"""Lists the runs on disk with their status, which is determined only from their directories."""
 
 from __future__ import annotations
 
@@ -18,32 +18,36 @@ from lm_trainer.trackers.jsonl import METRICS, SUMMARY
 logger = logging.getLogger(__name__)
 
 _TAIL_BYTES = 1 << 16
-"""Bytes at the end of metrics.jsonl searched for the last loss."""
+"""Number of bytes at the end of metrics.jsonl in which the last loss is searched."""
 
 
 @dataclass(frozen=True)
 class RunListing:
-    """One run."""
+    """A run and its status."""
 
     id: str
     directory: Path
     state: Literal["running", "done", "stopped", "not begun", "damaged"]
-    """`running`: a process holds the directory; `stopped`: the same command would resume it; `damaged`: run.json cannot
-    be read, and the log contains the reason."""
+    """`running`: a process holds the lock of the directory. `stopped`: the same command would resume the run.
+    `damaged`: run.json cannot be read, and the log contains the reason."""
     step: int
-    """Number of logged steps."""
+    """Number of the last logged step; 0 if there is none."""
     steps: int | None
     """Configured total number of steps; None if the configuration cannot be read."""
     loss: float | None
     """Training loss of the last logged step, in nats per token."""
     changed: float
-    """Time of the last change, in seconds since 1970."""
+    """Time of the last change to the run's files, in seconds since 1970."""
     bytes: int
-    """Size of the run directory and of its local checkpoints."""
+    """Total size of the run directory and of the local checkpoints."""
 
 
 def list_runs(directories: Iterable[Path]) -> list[RunListing]:
-    """Lists the runs in directories of runs (`logs`) or in run directories themselves, last changed first."""
+    """Lists the runs in the given directories, the one that changed last first.
+
+    Args:
+        directories: run directories, or directories that contain run directories, such as `logs`.
+    """
     paths = {path.resolve(): path for base in directories for path in _run_directories(base)}
     return sorted((_read_listing(path) for path in paths.values()), key=lambda run: -run.changed)
 
@@ -61,10 +65,10 @@ def _read_listing(path: Path) -> RunListing:
     try:
         checkpoints = find_checkpoints_of_run(path)
     except MachineError as error:
-        # Still list the other runs.
+        # The error must not prevent the other runs from being listed.
         logger.warning("%s", error)
         checkpoints = None
-    # The size of a bucket would require requests.
+    # Checkpoints in a bucket are not counted, because that would require requests.
     directories = [path, checkpoints] if isinstance(checkpoints, Path) else [path]
     files = [path / name for name in ("run.json", METRICS, SUMMARY)]
     sizes = {p: s for directory in directories for p, s in _file_sizes(directory)}
@@ -81,14 +85,14 @@ def _read_listing(path: Path) -> RunListing:
 
 
 def read_last_step_and_loss(file: Path) -> tuple[int, float | None]:
-    """Returns the last step in metrics.jsonl and its loss; 0 and None without steps."""
+    """Returns the last step in metrics.jsonl and its loss, or 0 and None if there are no steps."""
     step, loss = 0, None
     for line in _read_last_lines(file):
         try:
             record = json.loads(line)
             step, loss = int(record["step"]), float(record["train/loss"])
         except (ValueError, TypeError, KeyError):
-            # The first line may be truncated, the last one incomplete; other lines may have no loss.
+            # The first line may be truncated and the last one incomplete, and other lines may not contain a loss.
             continue
     return step, loss
 
@@ -116,7 +120,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _file_sizes(directory: Path) -> Iterator[tuple[Path, int]]:
-    """Yields the files below a directory with their sizes in bytes; files deleted concurrently are skipped."""
+    """Yields the files below a directory with their sizes in bytes. Skips files that are deleted in the meantime."""
     for base, _, names in os.walk(directory):
         for name in names:
             path = Path(base, name)

@@ -1,4 +1,4 @@
-"""Records of a run, run.json and env.json: written atomically, with a copy next to the checkpoints."""
+"""Records of a run (run.json and env.json), which are written atomically and have a copy next to the checkpoints."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ RUN, ENVIRONMENT = "run.json", "env.json"
 
 
 def read_run_record(run_dir: Path) -> dict[str, Any]:
-    """Reads run.json: `id`, `checkpoints`, `identity`, and `changes` if the configuration has changed.
+    """Reads run.json, with the keys `id`, `checkpoints`, `identity`, and `changes` if the configuration has changed.
 
     Raises:
-        MachineError: if it is missing or damaged.
+        MachineError: if the file is missing or damaged.
     """
     return parse_run_record(run_dir / RUN, _read_content(run_dir / RUN))
 
 
 def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
-    """Reads env.json, with an entry per attempt; empty if the file is missing.
+    """Reads env.json, which contains one entry per attempt. Returns an empty list if the file is missing.
 
     Raises:
-        MachineError: if it is damaged.
+        MachineError: if the file is damaged.
     """
     file = run_dir / ENVIRONMENT
     return parse_attempts(file, _read_content(file) if file.exists() else None)
 
 
 def parse_run_record(file: object, content: bytes) -> dict[str, Any]:
-    """Parses the content of run.json; raises `MachineError` if it is damaged."""
+    """Parses the content of run.json. Raises `MachineError` if it is damaged."""
     record = _parse_json(file, content)
     if not isinstance(record, dict):
         raise _damaged_record_error(file, "it holds no JSON object")
@@ -44,7 +44,7 @@ def parse_run_record(file: object, content: bytes) -> dict[str, Any]:
 
 
 def recorded_checkpoint_directory(run: Mapping[str, Any], run_dir: Path) -> str:
-    """Returns the checkpoint directory recorded in run.json; raises `MachineError` if it is missing."""
+    """Returns the checkpoint directory recorded in run.json. Raises `MachineError` if run.json does not contain it."""
     path = run.get("checkpoints")
     if not isinstance(path, str):
         raise _damaged_record_error(run_dir / RUN, "it does not say where the checkpoints are")
@@ -52,10 +52,12 @@ def recorded_checkpoint_directory(run: Mapping[str, Any], run_dir: Path) -> str:
 
 
 def recorded_identity(run: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
-    """Returns the recorded numeric identity, completed by keys newer than the run with their implied values.
+    """Returns the numeric identity recorded in run.json.
+
+    Configuration keys that are newer than the run are added with the values that the run implicitly had.
 
     Raises:
-        MachineError: if run.json does not contain it.
+        MachineError: if run.json does not contain the identity.
     """
     identity = run.get("identity")
     if not isinstance(identity, dict):
@@ -64,7 +66,7 @@ def recorded_identity(run: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
 
 
 def parse_attempts(file: object, content: bytes | None) -> list[dict[str, Any]]:
-    """Parses the content of env.json, empty for None; raises `MachineError` if it is damaged."""
+    """Parses the content of env.json. Returns an empty list for None, and raises `MachineError` if it is damaged."""
     entries = [] if content is None else _parse_json(file, content)
     if not isinstance(entries, list) or not all(
         isinstance(x, dict) and isinstance(x.get("step"), int) for x in entries
@@ -74,9 +76,9 @@ def parse_attempts(file: object, content: bytes | None) -> list[dict[str, Any]]:
 
 
 def read_identity_from_copy(checkpoints: StoragePath) -> dict[str, Any] | None:
-    """Returns the numeric identity from the copy of run.json next to the checkpoints.
+    """Returns the numeric identity in the copy of run.json next to the checkpoints.
 
-    None if the copy is missing or damaged.
+    Returns None if the copy is missing or damaged.
     """
     try:
         content = _read_copy(checkpoints / COPY_DIRECTORY, RUN)
@@ -119,12 +121,12 @@ def _damaged_record_error(file: object, reason: str) -> MachineError:
 class RecordCopies:
     """Copies of a run's records next to its checkpoints.
 
-    In a bucket, `BucketMirror` writes the copies.
+    If the checkpoints are in a bucket, `BucketMirror` writes the copies.
 
     Args:
         path: the run directory.
         checkpoints: the directory of its checkpoints.
-        run_id: ID of the run; copies of another run are ignored.
+        run_id: ID of the run. Copies that belong to another run are ignored.
     """
 
     def __init__(self, path: Path, checkpoints: StoragePath, run_id: str):
@@ -138,7 +140,7 @@ class RecordCopies:
             write_atomically(self._to / name, text)
 
     def read(self, name: str) -> bytes | None:
-        """Reads the copy of a record; None if it is missing.
+        """Reads the copy of a record; returns None if there is no copy.
 
         Raises:
             MachineError: if the copies are damaged.
@@ -149,7 +151,7 @@ class RecordCopies:
         return run if name == RUN else _read_copy(self._to, name)
 
     def restore(self) -> Sequence[str]:
-        """Restores missing records from their copies, and returns their names; raises like `read`."""
+        """Restores missing records from their copies and returns their names. Raises the same errors as `read`."""
         restored = []
         for name in (RUN, ENVIRONMENT):
             if not (self._path / name).exists() and (copy := self.read(name)) is not None:

@@ -1,1 +1,1 @@
-"""Starting or resuming a run, and the agreement of its processes."""
+"""Starts or resumes a run, and checks that its processes agree."""

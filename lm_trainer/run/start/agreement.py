@@ -17,21 +17,21 @@ from lm_trainer.run.files.environment import describe_environment, environment_d
 from lm_trainer.run.weights.saved_state import Fingerprint
 
 _PER_PROCESS_KEYS = ("trainer.distributed.", "trainer.ray.", "trainer.tracker", "trainer.jax_compilation_cache_dir")
-"""Keys that may differ between processes. Only the first process has trackers."""
+"""Prefixes of keys that may differ between processes. Trackers may differ because only the first process has any."""
 _CACHE = "cache_dir"
-"""Name of the data keys for cache directories, which may be on local disks."""
+"""Name of the keys for cache directories of data sets. They may differ, because caches may be on local disks."""
 
 
 def check_agreement(config: Config) -> list[str]:
     """Compares the configurations and environments of the processes of a run.
 
-    All processes must call it; it waits for them.
+    All processes must call this function, which waits for the others.
 
     Args:
         config: complete configuration of this process.
 
     Returns:
-        Warnings for the user; empty for a single process.
+        Warnings for the user; an empty list for a single process.
 
     Raises:
         UserError: in every process, if their configurations differ.
@@ -58,13 +58,13 @@ def check_agreement(config: Config) -> list[str]:
 
 
 def check_data_agreement(fingerprint: Fingerprint) -> list[str]:
-    """Compares the data of all processes; each of them must call it.
+    """Compares the data of all processes. All of them must call this function.
 
     Args:
         fingerprint: data fingerprint of this process.
 
     Returns:
-        A warning if the data may differ.
+        A warning if the data may differ; otherwise an empty list.
 
     Raises:
         UserError: in every process, if the data differ.
@@ -87,10 +87,10 @@ def check_data_agreement(fingerprint: Fingerprint) -> list[str]:
 
 
 def check_program_agreement(program: str) -> list[str]:
-    """Compares the hash of a compiled program between all processes; each of them must call it.
+    """Compares the hash of a compiled program among all processes. All of them must call this function.
 
     Returns:
-        A warning if they differ.
+        A warning if the hashes differ; otherwise an empty list.
     """
     programs = gather_texts(program)
     if len({*programs}) == 1:
@@ -106,14 +106,14 @@ def _config_differences(configs: Sequence[dict[str, Any]]) -> Iterator[str]:
     changed = [changed_keys(configs[0], config) for config in configs]
     firsts = {key: first for changes in changed for key, (first, _) in changes.items()}
     reported = [key for key in firsts if not key.startswith(_PER_PROCESS_KEYS) and key.rsplit(".", 1)[-1] != _CACHE]
-    # Unless it is set, trainer.id is derived from the other keys, so its difference is redundant.
+    # If it is not set, `trainer.id` is derived from the other keys, so reporting that it differs would be redundant.
     for key in [key for key in reported if key != "trainer.id"] or reported:
         values = [changes[key][1] if key in changes else firsts[key] for changes in changed]
         yield f"{key}: {_list_processes_by_value([json.dumps(value) for value in values])}"
 
 
 def _list_processes_by_value(values: Sequence[str]) -> str:
-    """Lists the processes for each value: `0.1 in process 0, 0.2 in processes 1, 2`."""
+    """Lists the processes with each value, for example as `0.1 in process 0, 0.2 in processes 1, 2`."""
     processes_by_value: dict[str, list[int]] = {}
     for process, value in enumerate(values):
         processes_by_value.setdefault(value, []).append(process)

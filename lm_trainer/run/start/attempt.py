@@ -1,4 +1,4 @@
-"""One attempt at a run: the resources held from its beginning to its end."""
+"""One attempt at a run, with the resources that it holds from its beginning to its end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Attempt:
     watchdog: Watchdog
     progress: Progress
     started: float
-    """Start time in seconds of `time.perf_counter`."""
+    """Start time of the attempt, in seconds of `time.perf_counter`."""
 
     def load_state(
         self,
@@ -50,18 +50,18 @@ class Attempt:
         *,
         config: TrainerConfig | None = None,
     ) -> TrainState:
-        """Returns the state to continue from, and reports it to the user.
+        """Returns the state to continue from, and reports its step to the user.
 
         Args:
-            setup: the program of the run.
+            setup: model, optimizer, shardings and compiled functions of the run.
             init: creates the state of a run that loads no weights.
-            fingerprint: data fingerprint as a function of the number of steps.
-            config: trainer section with the checkpoints to load, if different from the attempt's configuration.
+            fingerprint: returns the fingerprint of the data for a number of steps.
+            config: trainer section that names the checkpoints to load; None means the trainer section of the attempt.
 
         Raises:
-            UserError: as in `check_data_agreement` and `load_initial_state`.
+            UserError: as for `check_data_agreement` and `load_initial_state`.
         """
-        # A single process has no peer to compare with, so avoid hashing its data.
+        # A single process has no other process to compare with, so its data does not need to be hashed.
         if jax.process_count() > 1:
             for note in check_data_agreement(fingerprint(self.config.num_train_steps)):
                 self.progress.note(note)
@@ -69,7 +69,7 @@ class Attempt:
         state, record = load_initial_state(
             StartRequest(config or self.config, setup, self.store, init, fingerprint, allow)
         )
-        # The fingerprint covers all steps, including the steps of a run this one branched from.
+        # The fingerprint covers all steps, including the steps of a run from whose checkpoint this run started.
         self.directory.chain = record.get("chain", "")
         if state.step:
             self.progress.note(f"resumed at step {state.step} of {self.config.num_train_steps}")
@@ -84,17 +84,17 @@ class Attempt:
 def open_attempt(
     config: TrainerConfig, settings: Config, progress: Progress, *, allow_config_change: bool = False
 ) -> Iterator[Attempt]:
-    """Configures JAX, joins the processes of the run, and locks its directory.
+    """Context manager that configures JAX, connects the processes of the run, and locks the run directory.
 
     Args:
-        config: the `trainer` section; its `id` names the run.
+        config: the `trainer` section, whose `id` names the run.
         settings: complete configuration of the run, with `config` as one of its sections.
-        progress: progress display at the terminal.
-        allow_config_change: continue a run started with another configuration or other data.
+        progress: progress display in the terminal.
+        allow_config_change: continue a run that was started with another configuration or other data.
 
     Raises:
-        UserError: if the run directory is in use or belongs to another run, the devices do not fit, or the processes
-            have different configurations.
+        UserError: if the run directory is in use or belongs to another run, the configuration does not fit the devices,
+            or the processes have different configurations.
     """
     started = time.perf_counter()
     directory = RunDirectory(
@@ -103,28 +103,28 @@ def open_attempt(
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         save_requests = stack.enter_context(SaveRequests(directory.path))
-        # Before any other use of JAX, because the first use fixes platform and devices.
+        # Must come before any other use of JAX, because the first use fixes the platform and the devices.
         configure_jax(config.jax_config, config.jax_compilation_cache_dir, directory.num_cpu_threads(config))
         failure_detector = stack.enter_context(join_processes(config.distributed, progress))
         directory.restore_recorded_keys()
         config = directory.trainer
-        # Before creating the directory, so that a configuration incompatible with the devices leaves no files.
+        # Comes before the directory is created, so that a configuration that does not fit the devices leaves no files.
         check_devices(config)
         for note in check_agreement(directory.config):
             progress.note(note)
-        # Encloses the directory: a failure before the first step leaves no files.
+        # Entered before the directory, so that a failure before the first step leaves no files.
         paths = (directory.path, directory.checkpoints)
         stack.enter_context(RemoveFailedStart(*(path for path in paths if isinstance(path, Path))))
         try:
             stack.enter_context(directory)
         finally:
-            # Also if the directory is refused after records were restored.
+            # The notes are also shown if an error is raised after records were restored.
             for note in directory.notes:
                 progress.note(note)
-        # Closed before the directory, so its lock is held until the last save is complete.
+        # The store is closed before the directory, so that the lock is held until the last save is complete.
         checkpointer = CheckpointStore(directory.checkpoints, config.checkpointer, directory)
         store = stack.enter_context(closing(checkpointer))
         watchdog = stack.enter_context(Watchdog(config.watchdog, directory.path))
-        # Reports a failure first, because closing the other resources would wait for the other processes.
+        # A failure is reported first, because closing the other resources would wait for the other processes.
         stack.push(failure_detector.report)
         yield Attempt(config, directory, store, stop, save_requests, watchdog, progress, started)

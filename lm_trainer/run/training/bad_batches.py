@@ -1,4 +1,4 @@
-"""Dumps of the batches of steps with a non-finite loss or gradient."""
+"""Writes the batches of steps with a non-finite loss or gradient to files."""
 
 from __future__ import annotations
 
@@ -20,26 +20,29 @@ _MAX_FILES = 16
 
 
 class BadBatchDump:
-    """Holds the batches of recent steps until their metrics have been read.
+    """Keeps the batches of recent steps until the metrics of these steps have been read.
 
     Args:
-        directory: directory of the files; at most 16, so that a run skipping such steps does not fill the disk.
+        directory: directory for the files. At most 16 files are written, so that a run that skips such steps does not
+            fill the disk.
     """
 
     def __init__(self, directory: Path):
         self._directory = directory
-        # The metrics of a step are read after the next one has started.
+        # Two batches, because the metrics of a step are read after the next step has started.
         self._recent: deque[tuple[int, Batch]] = deque(maxlen=2)
 
     def keep(self, step: int, batch: Batch) -> None:
-        """Keeps this process's rows of the batch of `step`; steps count from 1."""
+        """Keeps the rows of this process in the batch of `step`, which counts from 1."""
         self._recent.append((step, batch))
 
     def write(self, step: int) -> Path | None:
-        """Writes the batch of a step as `.npz`, with an array per field of `Batch` and one file per process.
+        """Writes the batch of a step to an `.npz` file with one array per field of `Batch`.
+
+        Each process writes its own file.
 
         Returns:
-            The file; None if it cannot be written, or the maximum number of files is reached.
+            The path of the file; None if it cannot be written, or if the maximum number of files has been reached.
         """
         batch = next((batch for kept_step, batch in self._recent if kept_step == step), None)
         name = f"step-{step}.npz" if jax.process_count() == 1 else f"step-{step}.process-{jax.process_index()}.npz"
@@ -47,7 +50,7 @@ class BadBatchDump:
         if batch is None or len(list(self._directory.glob("*.npz"))) >= _MAX_FILES:
             return None
         arrays: dict[str, Any] = {field: np.asarray(x) for field, x in batch._asdict().items() if x is not None}
-        # Renamed when complete, because the run may end at any time.
+        # The file is renamed when it is complete, because the run may end at any time.
         draft = file.with_name(f".{name}.tmp")
         try:
             self._directory.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The batches of a run: data by step, and waiting for data still being tokenised."""
+"""The batches of a run: access to data by step, and waiting for data that is still being tokenised."""
 
 from __future__ import annotations
 
@@ -29,57 +29,57 @@ class TrainData(Protocol):
     def train(
         self, schedule: BatchSchedule, *, rows: Callable[[int], Sequence[int]], first_step: int, num_steps: int
     ) -> Iterator[Batch]:
-        """Yields the batches of `num_steps` steps from `first_step`, limited to the rows `rows(batch size)` of each."""
+        """Yields the batches of `num_steps` steps from `first_step` on, with only the rows `rows(batch_size)`."""
         ...
 
 
 class EvalData(Protocol):
-    """A held-out set."""
+    """A held-out set for evaluation."""
 
     def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> Iterable[Batch]:
-        """Yields the selected rows of every global batch in order; the last batch is padded with rows of weight 0."""
+        """Yields the selected rows of every global batch in order. The last batch is padded with rows of weight 0."""
         ...
 
 
 @runtime_checkable
 class Growing(Protocol):
-    """Batches or a held-out set with text still being tokenised."""
+    """Batches or a held-out set whose text may still be being tokenised."""
 
     @property
     def growing(self) -> bool:
-        """True while text is missing; once False, it remains False."""
+        """True while text is missing. Once it is False, it remains False."""
         ...
 
     def missing_tokens(self) -> object | None:
-        """Describes the text the next batch waits for; None if it is available.
+        """Describes the text that the next batch waits for. Returns None if the next batch is available.
 
         Raises:
-            UserError: if it will never be available.
+            UserError: if the text will never be available.
         """
         ...
 
 
 @runtime_checkable
 class Resumable(Protocol):
-    """An iterator with a state, which is saved with every checkpoint and restored on resume."""
+    """An iterator whose state is saved with every checkpoint, and restored when the run resumes."""
 
     def get_state(self) -> Any:
         """Returns the JSON-serialisable state of this process."""
 
     def restore_state(self, state: Any) -> None:
-        """Continues from a state, before the first batch; raises `UserError` if this is impossible."""
+        """Continues from a state. Called before the first batch. Raises `UserError` if this is impossible."""
 
 
 class GrainLoader:
-    """Batches of a Grain pipeline, from its beginning, or on resume from the checkpointed position.
+    """Batches of a Grain pipeline. A resumed run continues at the position that was saved with the checkpoint.
 
     Args:
-        dataset: a `grain.MapDataset`, `IterDataset` or `DataLoader` yielding this process's batches: each a `Batch` or
-            a mapping of its fields.
+        dataset: a `grain.MapDataset`, `IterDataset` or `DataLoader` that yields the batches of this process, each of
+            which is a `Batch` or a mapping with its fields.
     """
 
     def __init__(self, dataset: Iterable[Any]):
-        # Grain's threads prefetch from a random-access dataset.
+        # A `MapDataset` is converted to an iterator dataset, so that Grain's threads prefetch from it.
         self._dataset: Any = dataset.to_iter_dataset() if isinstance(dataset, grain.MapDataset) else dataset
 
     def __iter__(self) -> Iterator[Batch]:
@@ -96,7 +96,7 @@ class _GrainIterator(Iterator[Batch]):
 
     def get_state(self) -> Any:
         state = self._iterator.get_state()
-        # Iterators of a `grain.DataLoader` return JSON as bytes.
+        # The iterators of a `grain.DataLoader` return their state as JSON bytes.
         return {"json": json.loads(state)} if isinstance(state, bytes) else state
 
     def restore_state(self, state: Any) -> None:
@@ -108,18 +108,18 @@ class _GrainIterator(Iterator[Batch]):
 
 
 class BatchLoader:
-    """Batches of a run, starting from any step."""
+    """Loader of the batches of a run, which can start at any step."""
 
     def __init__(self, start: Callable[[int], Iterator[Batch]]):
         self._start = start
 
     def iter_from(self, step: int) -> Iterator[Batch]:
-        """Returns the batches following the first `step` steps."""
+        """Returns the batches that follow the first `step` steps."""
         return self._start(step)
 
 
 def batches_from(setup: TrainingSetup, data: TrainData, step: int, num_train_steps: int) -> Iterator[Batch]:
-    """Returns the batches following the first `step` steps, limited to this process's rows."""
+    """Returns the batches that follow the first `step` steps, with only the rows of this process."""
     local_rows = setup.step.devices.local_rows
     plans = {plan.batch_size: plan for plan in setup.plan.microbatches.values}
     return data.train(
@@ -131,31 +131,31 @@ def batches_from(setup: TrainingSetup, data: TrainData, step: int, num_train_ste
 
 
 class DataWait:
-    """Waits for text being tokenised, in all processes of a run together, so that they enter the next step together.
+    """Waits for text that is being tokenised. All processes of a run wait together, so that they enter a step together.
 
     Args:
-        stop: stop request, which ends the wait.
-        progress: displays the missing text.
-        watchdog: restarted whenever tokenisation advances.
-        keep: saves a state, if the following data will never be available.
+        stop: request to stop, which ends the wait.
+        progress: shows which text is missing.
+        watchdog: watchdog, which starts timing from zero whenever tokenisation advances.
+        keep: saves a state. Called if the next data will never be available.
     """
 
     def __init__(self, stop: StopRequest, progress: Progress, watchdog: Watchdog, keep: Callable[[TrainState], object]):
         self._stop, self._progress, self._watchdog, self._keep = stop, progress, watchdog, keep
 
     def wait(self, data: object, state: TrainState) -> bool:
-        """Waits until the next batch is available; returns True while text is still being tokenised.
+        """Waits until the next batch is available. Returns True if text is still being tokenised.
 
         Args:
-            data: batches or a held-out set; only waits if it is `Growing` in some process.
+            data: batches or a held-out set. The method only waits if they are `Growing` in some process.
             state: state after the last step.
 
         Raises:
             UserError: if the batch will never be available.
-            Preempted: if a stop signal comes first.
+            Preempted: if a stop signal arrives first.
         """
         source = data if isinstance(data, Growing) and data.growing else None
-        # A collective, entered by every process, even with complete data.
+        # This is a collective operation, which every process must enter, even if its data is complete.
         if not any_process(source is not None):
             return False
         shown = ""
@@ -167,20 +167,23 @@ class DataWait:
                     self._watchdog.arm(f"tokenised data after step {state.step}")
                 time.sleep(_POLL_SECONDS)
         except UserError:
-            # Save the completed steps before failing.
+            # Saves the completed steps before failing.
             if state.step:
                 self._keep(state)
             raise
         return True
 
     def _describe_missing(self, source: Growing | None, step: int) -> str | None:
-        """Describes the missing text; "" if it is missing only in another process, None if no text is missing."""
+        """Describes the missing text.
+
+        Returns "" if it is missing only in other processes, and None if none is missing.
+        """
         missing, failure = None, None
         try:
             missing = None if source is None else source.missing_tokens()
         except UserError as error:
             failure = error
-        # All processes decide together; otherwise one could enter a step without the others.
+        # All processes decide together, because otherwise one of them could enter a step without the others.
         flags = [missing is not None, failure is not None, bool(self._stop.requested)]
         waits, fails, stops = gather(np.asarray(flags, np.int32)).max(axis=0)
         if waits and stops:
@@ -193,18 +196,18 @@ class DataWait:
 
 
 class BatchIterator:
-    """Iterates over the batches of a run, waiting for each to be tokenised."""
+    """Iterates over the batches of a run, and waits until each of them is tokenised."""
 
     def __init__(self, batches: Iterable[Batch], data_wait: DataWait):
         self._batches: Any = iter(batches)
         self._data_wait, self._growing = data_wait, True
 
     def get_state(self) -> Any:
-        """Returns the JSON-serialisable state of the iterator; None if it has no state."""
+        """Returns the JSON-serialisable state of the iterator, or None if it has no state."""
         return self._batches.get_state() if isinstance(self._batches, Resumable) else None
 
     def restore_state(self, state: Any) -> None:
-        """Continues from a saved state; None, from a checkpoint without a state, is ignored.
+        """Continues from a saved state. A checkpoint without a state gives None, which is ignored.
 
         Raises:
             UserError: if the batches cannot continue from the state.
@@ -213,7 +216,10 @@ class BatchIterator:
             self._batches.restore_state(state)
 
     def next(self, state: TrainState) -> Batch | None:
-        """Returns the batch for the step from this state; None at the end. Raises like `DataWait.wait`."""
-        # Complete data remain complete: from then on the processes need not communicate.
+        """Returns the batch for the step that follows `state`, or None at the end.
+
+        Raises the same errors as `DataWait.wait`.
+        """
+        # Complete data remains complete, so from then on the processes do not need to communicate.
         self._growing = self._growing and self._data_wait.wait(self._batches, state)
         return next(self._batches, None)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run during training: their schedule, and the record saved with the state."""
+"""Checkpoints of a run during training: when they are saved, and the record that is saved with the state."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from lm_trainer.run.weights.saved_state import Fingerprint, save_state
 from lm_trainer.step.state.train_state import TrainState
 
 SERIES = "series"
-"""Key of the number of lines in the metrics files, from `Composite.sync`."""
+"""Key of the lines that the metrics files contain, from `Composite.sync`."""
 EMPTY_STEPS = "empty_steps"
-"""Key of the number of steps with a batch in which no token had a loss."""
+"""Key of the number of steps in whose batch no token had a loss."""
 LOADER = "loader"
 """Key of the states of the batch loaders, one per process."""
 
 
 class Checkpoints:
-    """Saves the state of a run with everything needed for a resume and for `lmt verify`.
+    """Saves the state of a run with everything needed to resume the run and for `lmt verify`.
 
     Args:
         store: the checkpoint store.
-        setup: the program of the run.
-        metrics: metric logger with the losses so far.
-        data_fingerprint: data fingerprint as a function of the number of steps.
-        facts: JSON values saved with every checkpoint.
-        watchdog: watchdog timing the wait for a checkpoint.
+        setup: model, optimizer, shardings and compiled functions of the run.
+        metrics: metric logger, which knows the losses so far.
+        data_fingerprint: returns the fingerprint of the data for a number of steps.
+        facts: JSON values that are saved with every checkpoint.
+        watchdog: watchdog that times the wait for a checkpoint.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Checkpoints:
         self._loader_state: Callable[[], Any] = lambda: None
 
     def resume_loader(self, loader: BatchIterator, step: int) -> None:
-        """Restores a loader at `step`, and saves its state with every checkpoint from now on.
+        """Restores the state of a loader at `step`, and saves its state with every checkpoint from now on.
 
         Raises:
             UserError: if the loader cannot continue, for example with a different number of processes.
@@ -62,12 +62,12 @@ class Checkpoints:
         self._loader_state = loader.get_state
 
     def _read_loader_state(self, step: int) -> Any:
-        """Returns the state of this process's loader from the checkpoint of a step; None if it has none."""
+        """Returns the state of this process's loader in the checkpoint of a step, or None if there is none."""
         saved = self._store.read_record(step).get(LOADER) if step else None
         if saved is None:
             return None
         processes = jax.process_count()
-        # A state equal in all processes depends only on the step, not on the process.
+        # A state that is equal in all processes depends only on the step, so it fits any number of processes.
         if len(saved) != processes and any(state != saved[0] for state in saved):
             raise UserError(
                 f"the loader of batches was saved by {len(saved)} processes, each with a part of the data, and cannot "
@@ -76,18 +76,25 @@ class Checkpoints:
         return saved[jax.process_index()] if len(saved) == processes else saved[0]
 
     def is_due(self, step: int) -> bool:
-        """True if a permanent checkpoint is due after `step` steps: the same in all processes."""
+        """Returns True if a permanent checkpoint is due after `step` steps. The result is the same in all processes."""
         return self._store.is_permanent(step)
 
     def is_overdue(self) -> bool:
-        """True if the time for a temporary checkpoint has come, by the clock of this process."""
+        """Returns True if a temporary checkpoint is due according to the clock of this process."""
         return self._store.is_overdue()
 
     def save(self, state: TrainState, *, keep: bool = False) -> None:
-        """Starts an asynchronous save, of a permanent checkpoint with `keep`; raises like `save_state`, and for
-        non-finite metrics.
+        """Starts to save a checkpoint asynchronously.
+
+        Args:
+            state: the state to save.
+            keep: True for a permanent checkpoint.
+
+        Raises:
+            NonFiniteError: if a metric or a parameter is not finite.
+            MachineError: if this or the previous save failed.
         """
-        # A state with a non-finite loss must not be saved, so read its metrics first.
+        # A state with a non-finite loss must not be saved, so its metrics are read first.
         self._metrics.flush()
         self._watchdog.arm(f"the checkpoint of step {state.step}")
         record = {
@@ -96,7 +103,7 @@ class Checkpoints:
             "eval_losses": self._metrics.eval_losses,
             EMPTY_STEPS: self._metrics.empty_steps,
             **self._metrics.record_fingerprint(state),
-            # After the fingerprint, which is a line too; the lines must be on disk before the checkpoint.
+            # This comes after the fingerprint, which is also a line. The lines must be on disk before the checkpoint.
             SERIES: self._metrics.sync(),
             **({PERMANENT_KEY: True} if keep else {}),
             **self._loader_states(),
@@ -104,7 +111,7 @@ class Checkpoints:
         save_state(self._store, state, self._program, {**self._facts, **record})
         if not self._compiled:
             self._compiled = True
-            # Exclude the time of compiling the programs for checks and hashes from the step time.
+            # Excludes the time to compile the programs for checks and hashes from the step time.
             self._metrics.pause()
 
     def _loader_states(self) -> dict[str, Any]:
@@ -116,17 +123,17 @@ class Checkpoints:
         self._store.check_for_errors()
 
     def start_grace_period(self) -> None:
-        """Limits remaining saves to the grace period after a stop signal, if the storage has one."""
+        """Limits the remaining saves to the grace period after a stop signal, if the storage has one."""
         self._store.start_grace_period()
 
     def ensure_saved(self, state: TrainState) -> None:
-        """Saves a state unless it is already saved, and waits until the save is complete."""
-        # The save in progress may be of this state.
+        """Saves a state unless it has already been saved, and waits until the save is complete."""
+        # The save in progress may be a save of this state.
         self.wait()
         if state.step not in self._store.steps():
             self.save(state)
             self.wait()
 
     def wait(self) -> None:
-        """Waits until the last save is complete; raises `MachineError` if it failed."""
+        """Waits until the last save is complete. Raises `MachineError` if it failed."""
         self._store.wait()

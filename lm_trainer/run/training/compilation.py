@@ -1,4 +1,4 @@
-"""Compilation of the training step at its first batch, and recording of the compiled program."""
+"""Compiles the training step at its first batch, and records the compiled program."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Compilation:
     """Compiles the step for every new batch size, and records the first program of an attempt.
 
     Args:
-        config: trainer section, with the options for writing the program to files.
-        setup: the program of the run.
-        directory: run directory recording the attempt.
+        config: trainer section, which contains the options for writing the program to files.
+        setup: model, optimizer, shardings and compiled functions of the run.
+        directory: run directory, in which the attempt is recorded.
         artifacts: artifacts of the run, to which the program is added.
-        watchdog: watchdog, disarmed during compilation.
+        watchdog: watchdog, which is disarmed during compilation.
         progress: progress display at the terminal.
     """
 
@@ -43,15 +43,15 @@ class Compilation:
         self._recorded = False
 
     def ensure_compiled(self, state: TrainState, batch: Batch, watcher: Watcher) -> bool:
-        """Compiles the programs of the next step, for rows with the shape of `batch`, and of its observers.
+        """Compiles the programs of the next step and of its observers, for rows with the shape of those in `batch`.
 
         Returns:
-            False if everything was already compiled.
+            True if something was compiled; False if everything was already compiled.
         """
         step = state.step
         if self._program.step.is_compiled(step):
             return False
-        # Compilation may take many minutes without being stuck.
+        # Compilation may take many minutes without being stuck, so it is not timed.
         self._watchdog.disarm()
         self._progress.phase("compiling the training step")
         started = time.monotonic()
@@ -69,7 +69,8 @@ class Compilation:
         return True
 
     def _record_program(self, executable: Executable | Executables, step: int, fingerprint: str) -> None:
-        # Only now, so that an attempt without any step leaves no trace in the records of the run.
+        # The attempt is only recorded now, so that an attempt without any step leaves no trace in the records of the
+        # run.
         self._recorded = True
         if self._config.log_jaxprs:
             self._artifacts.write("train_step.jaxpr.txt", executable.jaxpr(), type="program")

@@ -10,7 +10,7 @@ from lm_trainer.trackers import Progress
 
 
 def empty_rows_note(config: RunConfig, data: Data) -> str | None:
-    """Returns a warning about rows without any loss; None if none are known."""
+    """Returns a warning if there are rows in which no token has a loss; None if no such rows are known."""
     trainer = config.trainer
     if not is_lead():
         return None
@@ -24,7 +24,7 @@ def empty_rows_note(config: RunConfig, data: Data) -> str | None:
 
 
 def describe_build(data: Data) -> str:
-    """Describes a run that begins before all of its text is tokenised."""
+    """Describes when the first step begins in a run whose text is not yet completely tokenised."""
     because = data.waits_for_all
     if because is None:
         return "the text is tokenised while the run trains on what is there"
@@ -35,13 +35,13 @@ def describe_build(data: Data) -> str:
 
 
 class BuildWatch:
-    """Reports once when all text is tokenised, or when tokenisation has failed while no step waits for it."""
+    """Reports once that all text is tokenised, or that tokenisation has failed while no step waits for it."""
 
     def __init__(self, config: RunConfig, data: Data, progress: Progress):
         self._config, self._data, self._progress, self._reported = config, data, progress, False
 
     def check(self, step: int) -> None:
-        """Checks the build after a step."""
+        """Checks the progress of tokenisation after a step."""
         if self._reported:
             return
         try:

@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 
 
 def group_by_tag(labels: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Returns the groups in a tree of tags, with their sets: `a/b` belongs to `a/b` and to `a`.
+    """Returns the groups in a tree of tags, with their sets.
+
+    A set with the tag `a/b` belongs to the groups `a/b` and `a`.
 
     Args:
-        labels: name of each set -> its tags. The name is a tag too.
+        labels: tags of each set, by name of the set. The name is also a tag.
 
     Returns:
-        Group -> names of its sets, without groups consisting of a single set with the same name. With several sets, the
-        first group is "", which contains all sets.
+        Names of the sets in each group, by name of the group. Groups that consist of a single set with the same name
+        are left out. If there are several sets, the first group is "", which contains all of them.
     """
     groups: dict[str, list[str]] = {"": list(labels)} if len(labels) > 1 else {}
     for name, tags in labels.items():
@@ -28,15 +30,17 @@ def group_by_tag(labels: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
 
 
 def group_metrics(sums: Mapping[str, Mapping[str, float]], members: Sequence[str]) -> dict[str, float]:
-    """Returns the means over a group of sets: micro means weight every token equally, macro means every set.
+    """Returns the means over a group of sets.
+
+    Micro means weight all tokens equally, and macro means weight all sets equally.
 
     Args:
-        sums: set name -> sums `loss` (in nats) and `weight`, and if known `bytes` of the text.
+        sums: sums `loss` (in nats) and `weight` over each set, and `bytes` of the text if known, by name of the set.
         members: names of the sets in the group.
 
     Returns:
-        `micro_loss` and `macro_loss` in nats per token; if the bytes of all sets are known, also `micro_bpb` and
-        `macro_bpb`.
+        `micro_loss` and `macro_loss` in nats per token. If the number of bytes is known for all sets, also `micro_bpb`
+        and `macro_bpb` in bits per byte.
     """
     member_sums = [sums[name] for name in members]
     metrics = _micro_and_macro_means(member_sums, "weight", 1.0, "loss")

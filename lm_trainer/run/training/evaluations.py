@@ -1,4 +1,4 @@
-"""Evaluation on held-out sets during training."""
+"""Evaluates the model on held-out sets during training."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from lm_trainer.step.state.train_state import TrainState
 from lm_trainer.trackers import Progress
 
 EvalSets = list[tuple[str | None, EvalData]]
-"""Held-out sets with their names; None for a single set."""
+"""Held-out sets with their names. The name of a single set is None."""
 
 
 def name_eval_sets(sets: Mapping[str, EvalData]) -> EvalSets:
-    """Returns the sets of `lm_trainer.data` with their names; a single set has no name."""
+    """Returns the sets from `lm_trainer.data` with their names. The name of a single set is None."""
     return [(name if len(sets) > 1 else None, held_out) for name, held_out in sets.items()]
 
 
 class EvaluationLog(Protocol):
-    """The interface of `MetricLogger` for evaluations."""
+    """The part of `MetricLogger` that evaluations use."""
 
     def flush(self) -> None: ...
 
@@ -48,13 +48,13 @@ class Evaluations:
     Args:
         sets: held-out sets with their names.
         config: trainer section of the run.
-        setup: program of the run.
+        setup: model, optimizer, shardings and compiled functions of the run.
         metrics: receives the results.
-        data_wait: waits for sets being tokenised.
-        watchdog: watchdog timing each batch.
-        progress: progress display at the terminal.
-        open_tokens: creates the writer of token probabilities, computed with the trained weights; None turns it off.
-            Called at the first evaluation, when the sets are tokenised.
+        data_wait: waits for sets that are being tokenised.
+        watchdog: watchdog that times each batch.
+        progress: progress display in the terminal.
+        open_tokens: creates the writer of token probabilities, which are computed with the trained weights. Called at
+            the first evaluation, when the sets are tokenised. None writes no token probabilities.
     """
 
     def __init__(  # noqa: PLR0913 - an evaluation uses all of them
@@ -80,11 +80,11 @@ class Evaluations:
         return is_due(self._every, step)
 
     def run(self, state: TrainState) -> None:
-        """Evaluates all sets, waiting for each to be tokenised, and then reports the means over groups.
+        """Evaluates all sets, and then reports the means over groups. Waits until each set is tokenised.
 
         Raises:
             UserError: if a set will never be available.
-            Preempted: if a stop signal comes while waiting.
+            Preempted: if a stop signal arrives while waiting.
         """
         sums: dict[str, dict[str, dict[str, float]]] = {}
         for name, data in self._sets:
@@ -104,7 +104,7 @@ class Evaluations:
                     self._metrics.log_group_evaluation(state.step, _join_names(weights, group), means)
 
     def _run_set(self, state: TrainState, data: EvalData, name: str | None) -> dict[str, dict[str, float]]:
-        # Log the step before its evaluation.
+        # Logs the step before its evaluation.
         self._metrics.flush()
         self._data_wait.wait(data, state)
         evaluate = self._program.evaluate
@@ -130,7 +130,10 @@ def _join_names(weights: str, name: str | None) -> str:
 
 
 def _compute_means(sums: dict[str, float]) -> dict[str, float]:
-    """Returns the means over tokens and, if the bytes of text are known, `bpb`: bits of all targets per byte."""
+    """Returns the means over tokens.
+
+    If the number of text bytes is known, also `bpb`, the bits of all targets per byte.
+    """
     token_means = means_from_sums({name: x for name, x in sums.items() if name != "bytes"})
     if not sums.get("bytes"):
         return token_means
@@ -138,7 +141,7 @@ def _compute_means(sums: dict[str, float]) -> dict[str, float]:
 
 
 def _byte_counter(data: EvalData) -> Callable[[Batch], dict[str, float]]:
-    """Returns a function counting the text bytes of the targets of a batch, if the held-out set knows them."""
+    """Returns a function that counts the text bytes of the targets in a batch, if the held-out set knows them."""
     bytes_V = getattr(data, "token_bytes", None)
     if bytes_V is None:
         return lambda _: {}

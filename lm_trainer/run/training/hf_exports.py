@@ -1,4 +1,4 @@
-"""Exports for `transformers` during training: a directory per exported step, and its upload."""
+"""Exports the model for `transformers` during training, to one directory per step, and uploads the directories."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _DTYPES = {"float32": "f32", "bfloat16": "bf16", "f32": "f32", "bf16": "bf16"}
 
 
 def check_exports(config: RunConfig, run_id: str) -> str | None:
-    """Checks the exports of a run before text is tokenised; returns immediately if it has none.
+    """Checks that the exports of a run are possible, before text is tokenised. Does nothing for a run without exports.
 
     Returns:
-        The hub repository for the uploads, which is created if needed; None without uploads.
+        The name of the hub repository for the uploads, which is created if needed; None without uploads.
 
     Raises:
-        UserError: if the format does not support the model, hf_save_path is a bucket that cannot be written, or the hub
-            would refuse the upload.
+        UserError: if the format does not support the model, if `hf_save_path` is a bucket that cannot be written, or if
+            the hub would reject the upload.
         MachineError: if the hub is unreachable.
     """
     if config.hf_save_path is None:
@@ -57,9 +57,9 @@ def check_exports(config: RunConfig, run_id: str) -> str | None:
 
 @dataclass
 class HfExports:
-    """Context manager for exporting the model every `hf_save_steps` steps, and uploading it in the background.
+    """Context manager that exports the model every `hf_save_steps` steps, and uploads it in the background.
 
-    Every process of the run must call it; the first one writes.
+    All processes of the run must call its methods. Only the first process writes files.
     """
 
     config: RunConfig
@@ -67,9 +67,9 @@ class HfExports:
     progress: Progress
     tokenizer: HfTokenizer
     hub_name: str | None = None
-    """The repository to upload to, from `check_exports`."""
+    """Name of the repository to upload to, from `check_exports`; None without uploads."""
     settings: HfSettings | None = None
-    """Settings of the published model the run started from."""
+    """Settings of the published model that the run started from, if any."""
     _uploads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "upload"))
     _uploading: tuple[StoragePath, Future[PushedModel]] | None = None
 
@@ -83,7 +83,7 @@ class HfExports:
 
     @property
     def directory(self) -> StoragePath:
-        """The directory of the exports of the run."""
+        """The directory that contains the exports of the run."""
         base = storage_path(self.config.hf_save_path or "")
         return base / self.run_id if self.config.trainer.checkpointer.append_run_id_to_base_path else base
 
@@ -97,14 +97,14 @@ class HfExports:
         Raises:
             MachineError: if the files cannot be written.
         """
-        # Read the metrics now, so that the model card reports the loss of this step and not of the previous one.
+        # Reads the metrics now, so that the model card reports the loss of this step and not of the previous one.
         metrics.flush()
-        # The last set of weights is the one to export.
+        # The last entry contains the weights to export.
         *_, weights = setup.weights_to_evaluate(info.state).values()
         if self.config.adapter is not None:
             weights = {name: x for name, x in weights.items() if is_adapter_param(name)}
         params = _gather_on_lead(weights)
-        # Only now, because gathering is a collective of all processes.
+        # The other processes return only now, because gathering is a collective operation.
         if not is_lead():
             return
         out = self.directory / f"step-{info.step}"
@@ -131,7 +131,7 @@ class HfExports:
             write_adapter(out, adapter_model, options)
         self.progress.note(f"step {info.step}: exported to {out}")
         if self.hub_name:
-            # One upload at a time, so that commits follow the order of the steps.
+            # Only one upload runs at a time, so that the commits are in the order of the steps.
             self._report_upload()
             job = self._uploads.submit(
                 push, out, self.hub_name, public=False, patterns=FILES, message=f"Step {info.step}"
@@ -140,7 +140,7 @@ class HfExports:
 
     @property
     def _dtype(self) -> str:
-        # Any other dtype is narrower than float32, which represents it exactly.
+        # float32 represents the values of any other parameter dtype exactly.
         return _DTYPES.get(self.config.hf_save_dtype or self.config.trainer.mp.param_dtype.name, "f32")
 
     def _report_upload(self) -> None:
@@ -159,6 +159,6 @@ class HfExports:
 
 
 def _gather_on_lead(weights: Params) -> Mapping[str, Any]:
-    """Returns weights readable by the first process."""
-    # A single process leaves them on its devices, and copies them tensor by tensor later.
+    """Returns weights that the first process can read."""
+    # A single process leaves the weights on its devices, and copies them one tensor at a time later.
     return weights if jax.process_count() == 1 else to_host(weights, keep=is_lead())

@@ -1,4 +1,4 @@
-"""Hooks: user functions called between steps."""
+"""Hooks: user functions that are called between steps."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from lm_trainer.step.state.train_state import TrainState
 
 @dataclass(frozen=True)
 class StepInfo:
-    """A dispatched step; its results may still be being computed."""
+    """A dispatched step, whose results may not have been computed yet."""
 
     state: TrainState
-    """State after the step. The next step donates its arrays, so a hook must copy them to keep them."""
+    """State after the step. The next step donates its arrays, so a hook must copy the arrays that it wants to keep."""
     metrics: Mapping[str, jax.Array]
     """float32 scalars on the device: `loss`, `grad_norm`, `tokens`, and metrics of the loss and the optimizer."""
     learning_rate: float | None
     """Learning rate of the step; None if the optimizer has an internal schedule."""
     tokens: int
-    """Positions in the global batch."""
+    """Number of positions in the global batch."""
     total_tokens: int
-    """Positions in all batches so far, including this one."""
+    """Number of positions in all batches so far, including this one."""
     loading: float
-    """Seconds the step waited for data."""
+    """Time in seconds that the step waited for data."""
 
     @property
     def step(self) -> int:
@@ -36,20 +36,20 @@ class StepInfo:
 
     @property
     def loss(self) -> float:
-        """Loss in nats per token; blocks until the step is done."""
+        """Loss in nats per token. Blocks until the step has been computed."""
         return read_scalar(self.metrics["loss"])
 
 
 def read_scalar(x: jax.Array) -> float:
-    """Returns the value of a replicated scalar; blocks until it is computed."""
-    # Reads this process's copy, because an array spanning several processes cannot be read directly.
+    """Returns the value of a replicated scalar. Blocks until it has been computed."""
+    # Reads the copy of this process, because an array that spans several processes cannot be read directly.
     return float(np.asarray(x.addressable_data(0)))
 
 
 HookFn = Callable[[StepInfo], Any]
 
 When = int | Sequence[int]
-"""Number of steps between calls, or a list of the steps after which to call."""
+"""Number of steps between two calls, or a list of the steps after which a function is called."""
 
 
 def is_due(every: When, step: int) -> bool:
@@ -63,7 +63,7 @@ class _Hook(NamedTuple):
 
 
 class Hooks:
-    """Hooks in the order they were added."""
+    """List of hooks in the order in which they were added."""
 
     def __init__(self) -> None:
         self._hooks: list[_Hook] = []
@@ -80,7 +80,7 @@ class Hooks:
         self._hooks.append(_Hook(function, every))
 
     def run(self, info: StepInfo, *, force: bool = False) -> None:
-        """Calls the hooks that are due, or with `force` all of them."""
+        """Calls the hooks that are due, or all of them if `force` is True."""
         for hook in self._hooks:
             if force or is_due(hook.every, info.step):
                 hook.function(info)

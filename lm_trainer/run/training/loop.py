@@ -14,16 +14,16 @@ from lm_trainer.step.state.train_state import TrainState
 
 
 def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) -> Iterator[StepInfo]:
-    """Trains until `num_train_steps` or the end of the data; yields each step after evaluations, hooks and saves.
+    """Trains until `num_train_steps` or the end of the data. Yields each step after its evaluations, hooks and saves.
 
     Args:
         run: parts of the loop.
-        state: state to continue from; its arrays are donated.
-        batches: this process's rows of the following batches.
+        state: state to continue from. Its arrays are donated.
+        batches: the following batches, with the rows of this process.
 
     Raises:
-        Preempted: after a stop signal, with everything saved.
-        NonFiniteError: if the loss is not finite and the configuration demands a stop.
+        Preempted: after a stop signal, once everything is saved.
+        NonFiniteError: if the loss is not finite, and the configuration requires the run to stop in this case.
         UserError: if the data of a step will never be available.
     """
     iterator = BatchIterator(batches, run.data_wait)
@@ -43,7 +43,7 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
         state = info.state
         run.watchdog.arm(f"step {state.step}")
 
-        # Agree before saving: if only one process stopped, the others would wait for it.
+        # The processes agree before saving, because if only one process stopped, the others would wait for it.
         overdue = run.records and run.checkpoints.is_overdue()
         requests = run.save_requests.agree_on_requests(bool(run.stop.requested), overdue=overdue)
         last = state.step == run.num_train_steps
@@ -65,17 +65,17 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
 
 
 def take_step(run: LoopParts, state: TrainState, batch: Batch, *, loading: float) -> StepInfo:
-    """Dispatches one step, and on asynchronous devices returns before it is computed.
+    """Dispatches one step. On asynchronous devices this returns before the step is computed.
 
     Args:
         run: parts of the loop.
-        state: state before the step; its arrays are donated.
-        batch: this process's rows of the global batch, as NumPy arrays.
-        loading: seconds spent waiting for the batch.
+        state: state before the step. Its arrays are donated.
+        batch: rows of this process in the global batch, as NumPy arrays.
+        loading: time in seconds spent waiting for the batch.
     """
     program, step = run.setup, state.step
     if run.compilation.ensure_compiled(state, batch, run.norms):
-        # Exclude compilation from the throughput.
+        # Excludes the compilation time from the throughput.
         run.metrics.pause()
     run.bad_batches.keep(step + 1, batch)
     # Norms are computed by separate programs, so logging them does not change the bits of the step.
@@ -94,12 +94,12 @@ def take_step(run: LoopParts, state: TrainState, batch: Batch, *, loading: float
 
 
 def run_due_actions(run: LoopParts, info: StepInfo, *, last: bool, save: bool, keep: bool = False) -> bool:
-    """Runs everything due after a step, in order; returns True if a checkpoint was saved.
+    """Runs all actions that are due after a step, in order. Returns True if a checkpoint was saved.
 
     Args:
         run: parts of the loop.
         info: the step.
-        last: True for the last step, after which everything is due.
+        last: True for the last step, after which all actions are due.
         save: True if a checkpoint is due for a reason other than the number of the step.
         keep: True if a permanent checkpoint was requested.
     """
@@ -117,7 +117,7 @@ def run_due_actions(run: LoopParts, info: StepInfo, *, last: bool, save: bool, k
     if run.tasks is not None and (last or run.tasks.is_due(step)):
         run.tasks.run(info, run.setup, run.metrics, run.progress)
     run.hooks.run(info, force=last)
-    # After the hooks, so that a failing hook leaves no checkpoint of a step it did not complete.
+    # The checkpoint comes after the hooks, so that there is no checkpoint of a step whose hooks failed.
     saves = run.records and (last or save or keep or run.checkpoints.is_due(step))
     if saves:
         run.checkpoints.save(info.state, keep=keep)
@@ -129,12 +129,12 @@ def run_due_actions(run: LoopParts, info: StepInfo, *, last: bool, save: bool, k
 
 
 def train_to_end(run: LoopParts, state: TrainState, batches: Iterable[Batch]) -> TrainState:
-    """Runs all steps, and returns the last state once its checkpoint is complete; raises like `training_steps`."""
+    """Runs all steps, and returns the last state once its checkpoint is complete. Raises like `training_steps`."""
     for info in training_steps(run, state, batches):
         state = info.state
     run.watchdog.arm("the last step and its checkpoint")
     if run.records:
-        # Metrics are read one step late, so read the metrics of the last step now.
+        # Metrics are read one step late, so the metrics of the last step are read now.
         run.metrics.flush()
         run.checkpoints.ensure_saved(state)
     run.watchdog.disarm()

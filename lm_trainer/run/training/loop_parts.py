@@ -58,7 +58,7 @@ class LoopParts:
     build_watch: BuildWatch | None
     tasks: TaskEvaluation | None
     hooks: Hooks
-    """Hooks of the user."""
+    """Hooks that the user has added."""
     checkpoints: Checkpoints
     bad_batches: BadBatchDump
     data_wait: DataWait
@@ -72,21 +72,21 @@ class LoopParts:
 
 @dataclass
 class LoopOptions:
-    """Options of a training loop beyond its configuration."""
+    """Options of a training loop that are not part of its configuration."""
 
     data_fingerprint: Callable[[int], Fingerprint]
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values saved with every checkpoint."""
+    """JSON values that are saved with every checkpoint."""
     flops_per_token: float = 0.0
-    """FLOPs of a training step per token, for MFU; 0 if unknown."""
+    """Number of FLOPs per token of a training step, for MFU; 0 if unknown."""
     recomputed_flops_per_token: float | None = None
-    """Additional FLOPs per token due to rematerialisation, for HFU; None if unknown."""
+    """Number of additional FLOPs per token due to rematerialisation, for HFU; None if unknown."""
     exports: Sequence[HfExports] = ()
     build_watch: BuildWatch | None = None
-    """For a run that begins before all of its text is tokenised."""
+    """Reports the progress of tokenisation, for a run that begins before all of its text is tokenised."""
     tasks: TaskEvaluation | None = None
     open_tokens: Callable[[Composite, EvalSet], TokenProbabilities] | None = None
-    """Creates the writer of token probabilities of a held-out set, at the first evaluation."""
+    """Creates the writer of token probabilities of a held-out set. Called at the first evaluation."""
     hooks: Hooks = field(default_factory=Hooks)
     eval_sets: EvalSets = field(default_factory=list)
     records: bool = True
@@ -95,7 +95,7 @@ class LoopOptions:
 
 @dataclass(frozen=True)
 class OpenLoop:
-    """A training loop ready to run, with its tracker and artifacts."""
+    """A training loop that is ready to run, with its tracker and artifacts."""
 
     parts: LoopParts
     tracker: Composite
@@ -104,18 +104,18 @@ class OpenLoop:
 
 @contextmanager
 def open_loop(attempt: Attempt, setup: TrainingSetup, state: TrainState, options: LoopOptions) -> Iterator[OpenLoop]:
-    """Builds the parts of the loop for a state, which may be at any step.
+    """Context manager that builds the parts of the loop for a state, which may be at any step.
 
     Raises:
         MachineError: if metrics.jsonl cannot be written.
-        UserError: if a tracker needs user action, such as installing a package.
+        UserError: if the user has to do something for a tracker, such as install a package.
     """
     config, directory, progress, watchdog = attempt.config, attempt.directory, attempt.progress, attempt.watchdog
     with ExitStack() as stack:
-        # Before the trackers drop the lines of steps to be repeated.
+        # Must be read before the trackers drop the lines of steps that will be repeated.
         goodput = Goodput.resume(directory.path / METRICS, state.step, attempt.started)
         saved = attempt.store.read_record(state.step)
-        # Opened first and closed last, so that it receives the final reports of the other parts.
+        # The tracker is opened first and closed last, so that it receives the final reports of the other parts.
         tracker = stack.enter_context(closing(_open_trackers(attempt, state.step, saved.get(SERIES))))
         for note in [*(f"warning: {gap}" for gap in tracker.gaps), *tracker.notes]:
             progress.note(note)
@@ -168,7 +168,7 @@ def open_loop(attempt: Attempt, setup: TrainingSetup, state: TrainState, options
             progress=progress,
             records=options.records,
         )
-        # From here on the state is worth saving, and a signal takes effect at the end of a step.
+        # From here on there is training state to save, and a signal takes effect at the end of a step.
         attempt.stop.arm()
         yield OpenLoop(parts, tracker, artifacts)
 

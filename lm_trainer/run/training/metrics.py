@@ -1,4 +1,4 @@
-"""Metrics of a run: read one step late, checked to be finite, and sent to the trackers and the terminal."""
+"""Logs the metrics of a run: reads them one step late, checks that they are finite, and passes them to the trackers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from lm_trainer.trackers.base import Composite
 
 _NAMED = ("loss", "grad_norm", "tokens")
 _EMPTY_STEPS = "data/steps_without_loss_tokens"
-"""Metric with the number of such steps so far, logged at each of them."""
+"""Name of the metric with the number of steps so far in which no token had a loss. It is logged at each such step."""
 
 
 class _Pending(NamedTuple):
-    """A step with unread metrics; without its state, which the next step donates."""
+    """A step whose metrics have not been read yet. Its state is not included, because the next step donates it."""
 
     step: int
     metrics: Mapping[str, jax.Array]
@@ -38,17 +38,17 @@ class _Pending(NamedTuple):
     total_tokens: int
     loading: float
     done: Future[float]
-    """Completion time in seconds of `time.perf_counter`."""
+    """Completion time of the step, in seconds of `time.perf_counter`."""
 
 
 class MetricLogger:
-    """Reads the metrics of a step after dispatching the next one, so that logging never stalls a device.
+    """Reads the metrics of a step after the next step has been dispatched, so that logging never stalls a device.
 
     Attributes:
-        train_loss: loss of the last step that was read.
+        train_loss: loss of the last step whose metrics were read.
         eval_losses: losses of the last evaluation, by name.
-        empty_steps: number of steps of the run with a batch in which no token had a loss.
-        chain: hash chain over the losses and gradient norms of all steps read so far (`extend_chain`).
+        empty_steps: number of steps of the run in whose batch no token had a loss.
+        chain: hash chain over the losses and gradient norms of all steps read so far (see `extend_chain`).
     """
 
     def __init__(  # noqa: PLR0913 - a step reports to all of them
@@ -69,7 +69,7 @@ class MetricLogger:
         self._watcher, self._bad_batches, self._alerts = watcher, bad_batches, alerts
         self._measure_memory = measure_memory
         self._pending: _Pending | None = None
-        # A thread waits for the step, because dispatching the next one can block until this one is long done.
+        # A thread waits for the step, because dispatching the next step can block until long after this one is done.
         self._waiting = ThreadPoolExecutor(1, "step done")
         self.train_loss = math.nan
         self.eval_losses: dict[str, float] = {}
@@ -77,8 +77,9 @@ class MetricLogger:
         self._warned_of_empty = False
 
     def record_step(self, info: StepInfo) -> None:
-        """Receives a step that was just dispatched, and records the previous one."""
-        # One step late, so that the devices have the next step queued while the host waits for this one.
+        """Receives a step that was just dispatched, and records the previous step."""
+        # Metrics are read one step late, so that the devices have the next step queued while the host waits for this
+        # one.
         self.flush()
         self._pending = _Pending(
             info.step,
@@ -94,7 +95,8 @@ class MetricLogger:
         """Waits for the last step and records it.
 
         Raises:
-            NonFiniteError: if its loss or gradient is not finite and the configuration demands a stop.
+            NonFiniteError: if the loss or the gradient is not finite, and the configuration requires the run to stop in
+                this case.
         """
         if self._pending is None:
             return
@@ -104,13 +106,13 @@ class MetricLogger:
         empty = not values["tokens"]
         if not empty:
             self.train_loss = values["loss"]
-        # Before anything can fail, because the chain must cover every applied step.
+        # The chain is extended before anything can fail, because it must cover every applied step.
         self.chain = extend_chain(self.chain, pending.step, values["loss"], values["grad_norm"])
         of_step = step_metrics(values, pending.learning_rate)
         metrics = {**of_step, "throughput/total_tokens": pending.total_tokens, **speed}
         if empty:
             metrics |= self._count_empty_step(pending.step)
-        # The last step and non-finite and empty steps are always logged, regardless of `steps_per_log`.
+        # The last step, non-finite steps and empty steps are always logged, regardless of `steps_per_log`.
         last = pending.step == self._config.num_train_steps
         if last or pending.step % self._config.steps_per_log == 0 or empty or not _all_finite(values):
             self._trackers.log(metrics | self._measure_memory(), step=pending.step)
@@ -119,8 +121,8 @@ class MetricLogger:
         try:
             self._check_finite(pending.step, values)
         finally:
-            # Also for the step that ends the run, after its message. The loss of an empty step is 0 by definition:
-            # meaningless for alerts, and it would distort the baseline for later losses.
+            # Alerts are also checked for the step that ends the run, after its message. The loss of an empty step is 0
+            # by definition, which is meaningless for alerts and would distort the baseline for later losses.
             if not empty:
                 self._alerts.check_step(pending.step, of_step, speed)
 
@@ -142,16 +144,19 @@ class MetricLogger:
                 self._trackers.log_histogram(name, counts, edges, step=watched.step)
 
     def log_evaluation(self, step: int, name: str, means: Mapping[str, float]) -> None:
-        """Records an evaluation after `step` steps; `name` is the name of the set, "" for a single set."""
+        """Records an evaluation after `step` steps. `name` is the name of the set, or "" for a single set."""
         self.eval_losses[name or "validation"] = means["loss"]
         metrics = evaluation_metrics(name, means)
         self._trackers.log(metrics, step=step)
         self._progress.note(f"step {step}: " + ", ".join(f"{key} {value:.4f}" for key, value in metrics.items()))
-        # Exclude the time of the evaluation from the throughput.
+        # Excludes the time of the evaluation from the throughput.
         self._meter.pause()
 
     def log_group_evaluation(self, step: int, name: str, means: Mapping[str, float]) -> None:
-        """Records the means over several sets after `step` steps; `name` is the name of the group, "" for all sets."""
+        """Records the means over several sets after `step` steps.
+
+        `name` is the name of the group, or "" for all sets.
+        """
         self._trackers.log(evaluation_metrics(name, means), step=step)
         prefix = f"step {step}: eval{f'/{name}' if name else ''}: "
         self._progress.note(prefix + ", ".join(f"{key} {value:.4f}" for key, value in means.items()))
@@ -163,27 +168,27 @@ class MetricLogger:
         self._meter.pause()
 
     def pause(self) -> None:
-        """Records the previous step, and excludes the time until the next step is done from its throughput."""
+        """Records the previous step, and excludes the time until the next step is done from the throughput."""
         self.flush()
         self._meter.pause()
 
     def record_fingerprint(self, state: TrainState) -> dict[str, Any]:
-        """Logs the fingerprint of a state with recorded metrics; returns the values to save in its checkpoint."""
+        """Logs the fingerprint of a state whose metrics are recorded. Returns the values to save in its checkpoint."""
         param_hashes = compute_hashes(state.params)
         digest = compute_fingerprint(self.chain, param_hashes)
         self._trackers.log_record({"fingerprint": digest}, step=state.step)
         return {"fingerprint": digest, "chain": self.chain, "hashes": param_hashes}
 
     def sync(self) -> Mapping[str, Any]:
-        """Syncs all records to disk before a checkpoint; returns the values to save in it (`Composite.sync`)."""
+        """Flushes all records to disk before a checkpoint. Returns the values to save in it (see `Composite.sync`)."""
         return self._trackers.sync()
 
     def close(self) -> None:
-        """Ends the thread waiting for steps; safe to call twice."""
+        """Ends the thread that waits for steps. Calling it twice is safe."""
         self._waiting.shutdown()
 
     def finish(self, step: int, sample: str | None) -> None:
-        """Records the results of the run."""
+        """Records the final results of the run."""
         self._trackers.log_summary({"step": step, "train_loss": self.train_loss, "eval_losses": self.eval_losses})
         if sample is not None:
             self._trackers.log_text("sample", sample, step=step)
@@ -194,7 +199,7 @@ class MetricLogger:
             return
         file = self._bad_batches.write(step)
         description = ", ".join(f"{name} is {value}" for name, value in bad.items())
-        # The update only checks these two; other non-finite values do not prevent it.
+        # The update checks only these two values. Other non-finite values do not prevent it.
         applied = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
         message = f"step {step}: {description}; the step was {'' if applied else 'not '}applied"
         message += f"; its batch is in {file}" if file else ""
@@ -214,11 +219,12 @@ def _wait_and_read_clock(x: jax.Array) -> float:
 
 
 def step_metrics(values: Mapping[str, float], learning_rate: float | None) -> dict[str, float]:
-    """Returns the reproducible metrics of a step (all except throughput), by logged name.
+    """Returns the reproducible metrics of a step (all except throughput) by the name under which they are logged.
 
     Args:
-        values: scalars returned by the step.
-        learning_rate: learning rate of the step; None if the optimizer has an internal schedule, which may report it.
+        values: scalars that the step returned.
+        learning_rate: learning rate of the step; None if the optimizer has an internal schedule, which may report the
+            learning rate itself.
     """
     return {
         "train/loss": values["loss"],
@@ -230,12 +236,15 @@ def step_metrics(values: Mapping[str, float], learning_rate: float | None) -> di
 
 
 def evaluation_metrics(name: str, means: Mapping[str, float]) -> dict[str, float]:
-    """Returns the means of an evaluation by logged name; `name` is the name of the set or group, or ""."""
+    """Returns the means of an evaluation by the name under which they are logged.
+
+    `name` names the set or group, or is "".
+    """
     return {"/".join(filter(None, ("eval", name, key))): value for key, value in means.items()}
 
 
 def _metric_name(name: str) -> str:
-    """Adds the group `train/` to metrics of the loss function; optimizer metrics already have a group."""
+    """Adds the group `train/` to the name of a metric of the loss function. Optimizer metrics already have a group."""
     return name if name.startswith("optim/") else f"train/{name}"
 
 

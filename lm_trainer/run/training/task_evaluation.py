@@ -1,4 +1,4 @@
-"""Evaluation with tasks of lm-evaluation-harness during training."""
+"""Evaluates the model with tasks of lm-evaluation-harness during training."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class TaskEvaluation:
-    """Runs the tasks of `eval_harness` on the model, with the weights to export.
+    """Runs the tasks in `eval_harness` on the model, with the weights that would be exported.
 
     Args:
         config: configuration of the run.
         tokenizer: tokenizer of the run.
-        run_dir: run directory, for the samples.
-        settings: settings of the published model the run started from.
+        run_dir: run directory, to which samples are written.
+        settings: settings of the published model that the run started from, if any.
 
     Raises:
-        UserError: for an unknown task, and for unreadable data.
+        UserError: if a task is unknown, or its data cannot be read.
     """
 
     def __init__(self, config: RunConfig, tokenizer: HfTokenizer, run_dir: Path, settings: HfSettings | None = None):
@@ -54,7 +54,7 @@ class TaskEvaluation:
         assert harness is not None
         metrics.flush()
         progress.phase("asking the tasks of eval_harness")
-        # The last set of weights is the one to export.
+        # The last entry contains the weights to export.
         weights = [*setup.weights_to_evaluate(info.state).values()][-1]
         params = gather_full_params(setup, weights)
         model = HarnessModel(

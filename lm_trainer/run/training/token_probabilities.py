@@ -1,6 +1,6 @@
-"""Probabilities of the tokens of a few held-out documents, at every evaluation.
+"""Computes the probabilities of the tokens in a few held-out documents at every evaluation.
 
-Shape letters: B rows of this process, S positions, T = S + 1.
+Shape letters: B is the number of rows of this process, S the number of positions, and T = S + 1.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from lm_trainer.trackers.base import Composite
 from lm_trainer.trackers.token_page import PAGE, TokenFile, TokenScores, render_token_page
 
 MAX_TOKENS, TOP = 256, 3
-"""Maximum tokens per document, and number of most likely tokens to record at each position."""
+"""Maximum number of tokens per document, and number of most likely tokens to record at each position."""
 _SEARCHED_TOKENS, _MIN_TOKENS = 1 << 16, 16
-"""Tokens searched for documents, and minimum tokens per document."""
+"""Number of tokens in which documents are searched, and minimum number of tokens per document."""
 
 
 class TokenProbabilities:
@@ -39,7 +39,7 @@ class TokenProbabilities:
 
     Args:
         config: configuration of the run.
-        setup: program of the run.
+        setup: model, optimizer, shardings and compiled functions of the run.
         held_out: the held-out set.
         directory: run directory.
         tracker: tracker to send the page to.
@@ -50,12 +50,12 @@ class TokenProbabilities:
         loss = TokenNll(trainer.mp.compute_dtype, config.model.cross_entropy_block_size, TOP)
         staged = split_loss_into_stages(loss, setup.model, mesh) if setup.gathers_layers else None
         self._documents = _read_first_documents(held_out, trainer.token_probabilities)
-        # The smallest number of rows the devices can share.
+        # Uses the smallest number of rows that the devices can share.
         rows, shards = math.prod(mesh.shape[axis] for axis in ROW_AXES), batch_shards(mesh)
         count = shards * math.ceil(len(self._documents) / (rows * shards))
         plan = MicrobatchPlan(count * rows, count, rows)
         self._evaluate = Evaluator(setup.model, loss, setup.step.devices, plan, staged=staged)
-        # The first process only writes its local rows.
+        # The first process writes the file, and only its local rows.
         self._local = [row for row in self._evaluate.local_rows if row < len(self._documents)]
         length = min(config.model.seq_len, MAX_TOKENS)
         self._batch = _build_batch(self._documents, self._evaluate.local_rows, length, held_out.eos_id)
@@ -67,7 +67,7 @@ class TokenProbabilities:
             self._file = TokenFile(directory, documents, lambda index: tokenizer.decode([index]))
 
     def record(self, step: int, params: Params) -> None:
-        """Computes the probabilities with these weights, and writes the file and the page."""
+        """Computes the probabilities with the given weights, and writes the file and the page."""
         (probabilities,) = self._evaluate.compute_row_values(params, [self._batch])
         if self._file is None:
             return
@@ -82,7 +82,7 @@ class TokenProbabilities:
 
 
 def _read_first_documents(held_out: EvalSet, count: int) -> list[np.ndarray]:
-    """Returns the first documents of a set that are not too short, as int32 arrays; at least one."""
+    """Returns the first documents of a set that are not too short, as int32 arrays. Returns at least one document."""
     start = np.array([held_out.first_token])
     tokens = held_out.stream.read(start, min(_SEARCHED_TOKENS, held_out.num_tokens))[0]
     ends = np.flatnonzero(tokens == held_out.eos_id) + 1
@@ -92,7 +92,7 @@ def _read_first_documents(held_out: EvalSet, count: int) -> list[np.ndarray]:
 
 
 def _build_batch(documents: Sequence[np.ndarray], rows: Sequence[int], length: int, eos_id: int) -> Batch:
-    """Builds this process's rows of the batch: documents, followed by padding."""
+    """Builds the rows of this process in the batch. Each row is a document followed by padding."""
     tokens_BT = np.full((len(rows), length + 1), eos_id, np.int32)
     available_B = np.zeros(len(rows), np.int64)
     for index, row in enumerate(rows):
@@ -103,7 +103,7 @@ def _build_batch(documents: Sequence[np.ndarray], rows: Sequence[int], length: i
 
 
 def find_first_text_set(sets: Sequence[tuple[str | None, Any]]) -> EvalSet | None:
-    """Returns the first tokenised held-out set of text."""
+    """Returns the first held-out set of text, once it is tokenised; None if there is no such set."""
     for _, held_out in sets:
         completed = getattr(held_out, "wait_until_complete", lambda held_out=held_out: held_out)()
         if isinstance(completed, EvalSet) and not completed.has_features:

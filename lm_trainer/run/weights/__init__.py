@@ -1,1 +1,1 @@
-"""Initial and saved weights and states of a run."""
+"""Initial weights of a run, and its saved weights and training states."""

@@ -1,4 +1,4 @@
-"""Runs training an adapter: the frozen base model, the training cost, and merging the adapter into the base."""
+"""Runs that train an adapter: the frozen base model, the training cost, and merging the adapter into the base model."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ from lm_trainer.run.weights.saved_model import LoadedModel, load_model, read_con
 from lm_trainer.step.state.model_def import ModelDef, Params
 
 FROZEN = "frozen"
-"""Key of `hash_frozen_params` in the record of a checkpoint."""
+"""Key of the result of `hash_frozen_params` in the record of a checkpoint."""
 _BASE_STEP = "base_step"
 _IRRELEVANT_FIELDS = frozenset(
     {"dropout", "init_std", "scan", "remat", "backend", "block_size", "upcast", "balance_coef", "z_coef"}
     | {"vocab_size", "num_positions"}
 )
-"""Fields of a spec that only affect training or speed, or are visible in the shapes of parameters."""
+"""Fields of a spec that only affect training or speed, or that also determine the shapes of parameters."""
 
 
 @dataclass(frozen=True)
 class BaseCheckpoint:
-    """The checkpoint of another run with the frozen base weights of an adapter."""
+    """A checkpoint of another run that contains the frozen base weights of an adapter."""
 
     directory: StoragePath
     step: int | None
-    """None means the newest step."""
+    """Step of the checkpoint; None means the newest one."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts for the record of every checkpoint, which pin the step of the base even if its run continues."""
+        """Entries for the record of every checkpoint, which pin the step of the base even if its run continues."""
         return {_BASE_STEP: self.step}
 
     def with_initial_weights(self, model: ModelDef) -> ModelDef:
@@ -68,9 +68,10 @@ class BaseCheckpoint:
 
 
 def find_base_checkpoint(config: RunConfig, store: CheckpointStore) -> BaseCheckpoint | None:
-    """Returns the base of a run with an adapter if it is a checkpoint of another run; None otherwise.
+    """Returns the base model of a run with an adapter if it is a checkpoint of another run; None otherwise.
 
-    The step is the one recorded in the run's newest checkpoint, else the one in the configuration, else the newest.
+    The step is the one recorded in the newest checkpoint of this run, otherwise the one given in the configuration,
+    otherwise the newest step of the base run.
 
     Raises:
         UserError: if the base run does not exist, or its model computes a different function from the model section.
@@ -79,7 +80,7 @@ def find_base_checkpoint(config: RunConfig, store: CheckpointStore) -> BaseCheck
         return None
     directory, step = find_checkpoints(config.trainer.initialize_from)
     _check_same_function(directory, read_config(directory), config)
-    # If the base run continues training, its newest checkpoint would change between attempts.
+    # Pins the step, because the newest checkpoint of the base run changes if that run continues.
     if (pinned := _read_base_step(store)) is not None:
         return BaseCheckpoint(directory, pinned)
     return BaseCheckpoint(directory, max(list_steps(directory), default=None) if step is None else step)
@@ -93,7 +94,7 @@ def _read_base_step(store: CheckpointStore) -> int | None:
 
 
 def _check_same_function(base: StoragePath, recorded: RunConfig, configured: RunConfig) -> None:
-    """Refuses a base that computes a different function, even if its parameters have the right shapes."""
+    """Raises `UserError` if the base computes a different function, even if its parameters have the right shapes."""
     actual, expected = (_result_affecting_fields(config.model.spec(1)) for config in (recorded, configured))
     lines = [
         f"{key}: {actual.get(key)} there, {expected.get(key)} here"
@@ -108,7 +109,7 @@ def _check_same_function(base: StoragePath, recorded: RunConfig, configured: Run
 
 
 def _result_affecting_fields(spec: Any, path: str = "") -> dict[str, Any]:
-    """Returns the fields of a spec affecting the results of a trained model, by dotted name."""
+    """Returns the fields of a spec that affect the results of a trained model, by dotted name."""
     if dataclasses.is_dataclass(spec):
         parts = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
     elif isinstance(spec, tuple):
@@ -136,17 +137,17 @@ def _check_same_model(directory: StoragePath, actual: Mapping[str, Any], expecte
 
 
 def hash_frozen_params(frozen: Mapping[str, Any]) -> str:
-    """Returns 16 hex digits identifying a set of frozen parameters, independent of the sharding."""
-    # A hash of the digests, which are computed on the shards without gathering the arrays.
+    """Returns 16 hexadecimal digits that identify a set of frozen parameters, independently of their sharding."""
+    # Hashes the digests of the arrays, which are computed on the shards without gathering the arrays.
     text = json.dumps(compute_checksums(frozen), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def check_frozen_params(restored: Restored, frozen: Params) -> None:
-    """Refuses to continue from a checkpoint trained with other frozen parameters.
+    """Checks that a checkpoint was trained with the same frozen parameters.
 
     Raises:
-        UserError: if they differ.
+        UserError: if it was trained with different ones.
     """
     saved, current = restored.record.get(FROZEN), hash_frozen_params(frozen)
     if saved != current:
@@ -157,13 +158,13 @@ def check_frozen_params(restored: Restored, frozen: Params) -> None:
 
 
 def training_flops(count: FlopsCount, model: ModelDef) -> int:
-    """Returns the FLOPs of a training step per token, for training all parameters or only adapters."""
+    """Returns the number of FLOPs per token of a training step, whether all parameters are trained or only adapters."""
     adapted = any(map(is_adapter_param, model.trainable))
     return count.training_with_adapters(2 * _num_params(model, trained=True)) if adapted else count.training
 
 
 def describe_num_params(model: ModelDef) -> str:
-    """Describes the number of parameters: `1,234 parameters`, or the numbers of trained and frozen ones."""
+    """Describes the number of parameters, such as `1,234 parameters`, or the numbers of trained and frozen ones."""
     trained, frozen = _num_params(model, trained=True), _num_params(model, trained=False)
     return f"{trained:,} trained and {frozen:,} frozen parameters" if frozen else f"{trained:,} parameters"
 
@@ -182,27 +183,27 @@ def load_merged_model(
     """Like `load_model`, but merges an adapter into its base model.
 
     Raises:
-        UserError: as in `load_model`, and if the base model is missing or has changed.
+        UserError: as for `load_model`, and if the base model is missing or has changed.
     """
     loaded = load_model(run, step, devices=devices, averaged=averaged)
     lora = loaded.config.adapter
     if lora is None:
         return loaded
     dtype = loaded.config.trainer.mp.param_dtype
-    # Cast to the run's parameter dtype, in which the digest of the frozen weights was computed.
+    # Casts to the parameter dtype of the run, because the digest of the frozen weights was computed in that dtype.
     base = {name: np.asarray(x).astype(dtype) for name, x in _load_base_params(run, loaded).items()}
     if hash_frozen_params(base) != loaded.record.get(FROZEN):
         raise UserError(
             f"{run} is an adapter for other weights than those that are now in {base_model_name(loaded.config)}; put "
             f"back the model that it was trained on"
         )
-    # Merged in the dtype of the base during training, so that the logits equal the run's.
+    # Merges in the dtype that the base model had in training, so that the logits equal the logits of the run.
     merged = merge_lora({**base, **named_leaves(loaded.params)}, lora)
     return dataclasses.replace(loaded, params=nest_named_leaves(merged))
 
 
 def base_model_name(config: RunConfig) -> str:
-    """Returns the name of the base model of a run with an adapter, as in its configuration."""
+    """Returns the name of the base model of a run with an adapter, as given in its configuration."""
     return expand_home(config.trainer.initialize_from or hf_source_name(config))
 
 

@@ -1,4 +1,4 @@
-"""Export to and import from the Hugging Face format: `lmt export-hf` and `lmt import-hf`."""
+"""Exports models to the Hugging Face format (`lmt export-hf`), and imports them from it (`lmt import-hf`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)?", re.ASCII)
 
 
 def check_export(out: StoragePath, options: ExportOptions) -> None:
-    """Checks that `export_model` can succeed, before anything large is read.
+    """Checks that `export_model` can succeed, before any large file is read.
 
     Raises:
         UserError: if `out` must not be replaced, or the push cannot succeed.
@@ -35,7 +35,7 @@ def export_model(
     """Writes `model` to `out`, and pushes it to the hub if `options.hub_name` is set.
 
     Raises:
-        UserError: as in `write_hf` and `push`; after a failed push `out` is complete.
+        UserError: as for `write_hf` and `push`. If the push fails, the export in `out` is complete.
         MachineError: for errors of the file system or the network.
     """
     if isinstance(model, AdapterModel):
@@ -53,7 +53,7 @@ def export_model(
 
 
 def import_model(source: str, out: Path, *, tokenizer: Path | None = None, revision: str | None = None) -> TextModel:
-    """Converts a model in Hugging Face format, local or from the hub, to a checkpoint of step 0 at `out`.
+    """Converts a model in Hugging Face format, local or from the hub, to a checkpoint of step 0 in `out`.
 
     Raises:
         UserError: if `out` exists and is not empty, or the model cannot be read.
@@ -74,10 +74,10 @@ def import_model(source: str, out: Path, *, tokenizer: Path | None = None, revis
 
 
 def fetch_model(source: str, *, tokenizer: Path | None = None, revision: str | None = None) -> TextModel:
-    """Reads a model from a local directory in Hugging Face format, or from the hub if the path does not exist.
+    """Reads a model in Hugging Face format from a local directory, or from the hub if there is no such directory.
 
     Raises:
-        UserError: as in `read_hf` and `download`.
+        UserError: as for `read_hf` and `download`.
         MachineError: if the hub is unreachable.
     """
     if revision is not None and _is_path(source):
@@ -89,10 +89,10 @@ def fetch_model(source: str, *, tokenizer: Path | None = None, revision: str | N
 def fetch_directory(source: str, *, revision: str | None = None, weights: bool = True) -> Path:
     """Returns the directory of a model in Hugging Face format: the path itself, or the local copy of a hub model.
 
-    Without `weights`, only config.json is guaranteed to exist.
+    If `weights` is False, only config.json is guaranteed to exist.
 
     Raises:
-        UserError: as in `download`.
+        UserError: as for `download`.
         MachineError: if the hub is unreachable.
     """
     if problem := path_problem(source, name=HUB_NAME):

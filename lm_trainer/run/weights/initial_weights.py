@@ -1,4 +1,4 @@
-"""The possible origins of a run's initial weights, in order of priority."""
+"""The possible origins of the initial weights of a run, in order of priority."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ class StartRequest:
     """Inputs for choosing the initial state of a run.
 
     Attributes:
-        trainer: trainer section with the checkpoints to load.
-        setup: program of the run.
+        trainer: trainer section, which names the checkpoints to load.
+        setup: model, optimizer, shardings and compiled functions of the run.
         store: checkpoints of the run itself.
-        init: creates the state of a run that loads no checkpoint, from the model's initial weights or the seed.
-        fingerprint: data fingerprint as a function of the number of steps.
-        allow_other_data: continue, with a warning, from a checkpoint trained on other data.
+        init: creates the state of a run that loads no checkpoint, from the initial weights of the model or from the
+            seed.
+        fingerprint: returns the fingerprint of the data for a number of steps.
+        allow_other_data: continue, with a warning, from a checkpoint that was trained on other data.
     """
 
     trainer: TrainerConfig
@@ -52,26 +53,26 @@ class StartRequest:
 
 
 class Start(NamedTuple):
-    """The initial state of an attempt, and the record of its checkpoint."""
+    """The initial state of an attempt, and the record of the checkpoint it comes from."""
 
     state: TrainState
     record: Mapping[str, Any] = MappingProxyType({})
-    """JSON record of the resumed checkpoint, of this or another run; empty if the steps begin at 0."""
+    """JSON record of the checkpoint to resume from, of this or another run; empty if training starts at step 0."""
 
 
 def load_initial_state(request: StartRequest) -> Start:
-    """Returns the state to train from: the first one available among `ORIGINS`.
+    """Returns the state to start training from, which comes from the first available origin in `ORIGINS`.
 
     Raises:
         UserError: if a required checkpoint is missing, contains another model, or was trained on other data.
     """
-    # A generator, so an origin is tried only if all previous ones returned None.
+    # This is a generator, so that an origin is only tried if all previous ones returned None.
     starts = (origin(request) for origin in ORIGINS)
     return next(start for start in starts if start is not None)
 
 
 def choose_vocab_size(trainer: TrainerConfig, tokenizer: Tokenizer) -> int:
-    """Returns the vocabulary size of the tokenizer, or of the initial model, which may be padded.
+    """Returns the vocabulary size of the tokenizer, or of the model in `initialize_from`, which may be padded.
 
     Raises:
         UserError: if the initial weights were trained with another tokenizer.
@@ -103,7 +104,7 @@ def resume_own_checkpoint(request: StartRequest) -> Start | None:
 
 
 def load_checkpoint_path(request: StartRequest) -> Start | None:
-    """Loads a checkpoint of another run with its optimizer state and step: `trainer.load_checkpoint_path`."""
+    """Loads a checkpoint of another run (`trainer.load_checkpoint_path`), including its optimizer state and step."""
     trainer = request.trainer
     if trainer.load_checkpoint is False:
         return None
@@ -118,7 +119,7 @@ def load_checkpoint_path(request: StartRequest) -> Start | None:
 
 
 def initialize_from(request: StartRequest) -> Start | None:
-    """Loads only the weights of another run: `trainer.initialize_from`."""
+    """Loads only the weights of another run (`trainer.initialize_from`)."""
     path = request.trainer.initialize_from
     if path is None:
         return None
@@ -137,12 +138,12 @@ def initialize_from(request: StartRequest) -> Start | None:
     ]
     if differences:
         raise UserError(f"trainer.initialize_from: {path} is another model:\n  " + "\n  ".join(differences[:8]))
-    # The other run may have had another precision.
+    # The other run may have used a different parameter dtype.
     return Start(setup.from_weights({name: x.astype(shapes[name].dtype) for name, x in weights.items()}))
 
 
 def initialize_model(request: StartRequest) -> Start | None:
-    """Uses the model's initial weights (`initialize_from_hf`, an adapter's base, a user's model), or fresh ones."""
+    """Uses the initial weights of the model (`initialize_from_hf`, adapter base, user-defined), or random ones."""
     return Start(request.init())
 
 
@@ -152,8 +153,8 @@ ORIGINS: tuple[Callable[[StartRequest], Start | None], ...] = (
     initialize_from,
     initialize_model,
 )
-"""Origins of weights in order of priority; the first available one is used. A run with checkpoints always resumes from
-them, so the configured start only matters before its first checkpoint."""
+"""Origins of the initial weights in order of priority. The first available origin is used. A run that has checkpoints
+always resumes from them, so the configured origin only matters before the first checkpoint."""
 
 
 def _resume(request: StartRequest, restored: Restored, remedy: str) -> Start:
@@ -167,7 +168,7 @@ def _resume(request: StartRequest, restored: Restored, remedy: str) -> Start:
 def _read_other_checkpoint(path: str, setup: TrainingSetup, partial: bool) -> Restored:
     directory, requested = find_checkpoints(path)
     problems = []
-    # A requested step is used or refused; without one, an older step may be used.
+    # If a step was requested, only that step is tried. Otherwise older steps are tried if the newest one is damaged.
     for step in [requested] if requested is not None else reversed(list_steps(directory)):
         try:
             return read_step(directory, step, abstract_checkpoint(setup), partial=partial)
@@ -184,7 +185,7 @@ def _check_same_data(restored: Restored, current: Fingerprint, allow_other: bool
     if saved == current:
         return
     old, new = ({"tokens": value} if isinstance(value, str) else value or {} for value in (saved, current))
-    # If the text was or is still being tokenised, only its sources are known.
+    # If the text was still being tokenised at the checkpoint, or still is, only the sources are known.
     common_key = next((name for name in ("tokens", "sources") if name in old and name in new), None)
     if common_key and old[common_key] == new[common_key]:
         return
@@ -205,7 +206,7 @@ def _check_same_data(restored: Restored, current: Fingerprint, allow_other: bool
 
 
 def _log_missing(source: str, missing: Collection[str]) -> None:
-    """Logs the arrays missing in a partial checkpoint."""
+    """Logs the names of the arrays that are missing in a partial checkpoint."""
     if missing:
         names = sorted(missing, key=lambda name: (name.startswith((OPT_STATE, AVERAGED)), name))
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""

@@ -1,4 +1,4 @@
-"""Process-local parameters of a run, for generating text and evaluating tasks in each process separately."""
+"""Copies of the parameters in each process, for generating text and evaluating tasks without the other processes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from lm_trainer.step.state.train_state import to_host
 
 
 def gather_full_params(setup: TrainingSetup, params: Params) -> Params:
-    """Gathers the full parameters in each process; all processes of a run must call it.
+    """Gathers the full parameters in each process. All processes of a run must call this function.
 
     Args:
-        setup: program of the run.
+        setup: model, optimizer, shardings and compiled functions of the run.
         params: all parameters, sharded as in training.
 
     Returns:
-        If a step gathers single layers, the parameters sharded over this process's devices, because they may not fit on
-        one. Otherwise unsharded on one device, as in training, so results do not depend on the number of devices.
+        If a training step gathers one layer at a time, the parameters sharded over the devices of this process, because
+        they may not fit on one device. Otherwise unsharded parameters on one device, as in training, so that results do
+        not depend on the number of devices.
     """
     if not setup.gathers_layers:
         return to_host(params)  # pyright: ignore[reportReturnType]

@@ -1,4 +1,4 @@
-"""Opening models for export or sampling, from a run or in Hugging Face format."""
+"""Opens models for export or sampling, from a run or from a directory in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from lm_trainer.run.weights.saved_model import LoadedModel, load_model, read_con
 
 
 def open_model(source: str, *, step: int | None = None, devices: Sequence[Any] | None = None) -> TextModel:
-    """Reads a Hugging Face directory or a checkpoint of a run; an adapter is merged into its base model.
+    """Reads a model from a Hugging Face directory or from a checkpoint of a run. Merges an adapter into its base model.
 
     Args:
-        source: a run ID, a run or checkpoint directory or one step in it, or a directory in Hugging Face format.
-        step: step of the checkpoint of a run; None means the newest intact one.
-        devices: devices to shard the weights of a checkpoint over; None means all of this process.
+        source: a run ID, a run directory, a checkpoint directory, one step in it, or a directory in Hugging Face
+            format.
+        step: step of the checkpoint, if `source` is a run; None means the newest intact step.
+        devices: devices to shard the weights of a checkpoint over; None means all devices of this process.
 
     Raises:
         UserError: if the model does not exist or is damaged.
@@ -43,7 +44,10 @@ def open_model(source: str, *, step: int | None = None, devices: Sequence[Any] |
 
 
 def find_hf_directory(source: str) -> Path | None:
-    """Returns a directory in Hugging Face format, or the local copy of one in a bucket; None if `source` is a run."""
+    """Returns the local path of a directory in Hugging Face format, or None if `source` is not one.
+
+    A directory in a bucket is copied to this machine.
+    """
     if not is_bucket(source):
         path = local_path(source)
         return path if is_hf_directory(path) else None
@@ -52,7 +56,7 @@ def find_hf_directory(source: str) -> Path | None:
 
 
 def local_devices(count: int) -> Sequence[Any]:
-    """Returns the first `count` devices of this process; 0 means all.
+    """Returns the first `count` devices of this process, or all devices if `count` is 0.
 
     Raises:
         UserError: if the process has fewer devices.
@@ -69,7 +73,7 @@ def open_for_export(source: str, *, step: int | None = None, merge: bool = False
     """Like `open_model`, but returns the adapter of a run without its base model unless `merge` is set.
 
     Raises:
-        UserError: as in `open_model`, and if `merge` is set for a model without an adapter.
+        UserError: as for `open_model`, and if `merge` is set for a model without an adapter.
     """
     if not merge and find_hf_directory(source) is None:
         loaded = load_model(source, step)

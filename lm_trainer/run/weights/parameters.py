@@ -1,4 +1,4 @@
-"""Optimizer settings per parameter, determined without data or accelerators."""
+"""Optimizer settings of each parameter, determined without data or accelerators."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _ANY_VOCABULARY = 256
 
 
 def weight_decay_mask(loaded: LoadedConfig[RunConfig]) -> dict[str, bool]:
-    """Returns parameter name -> True if weight decay applies to it.
+    """Returns a mapping from parameter name to True if weight decay applies to the parameter.
 
     Raises:
         ConfigError: if a pattern in `optimizer.weight_decay_modules` matches no parameter.
     """
     config = resolve_model(loaded.config, "run")
-    # The names do not depend on the vocabulary size, which is unknown before the tokenizer is read.
+    # The parameter names do not depend on the vocabulary size, which is unknown before the tokenizer is read.
     model = trace_model(config, _ANY_VOCABULARY)
     try:
         return config.optimizer.decay_mask(model.optimizer_params())

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints as initial weights: locating, checking against the run, and reading to the devices."""
+"""Finds Hugging Face checkpoints for initial weights, checks that they match the run, and loads them to the devices."""
 
 from __future__ import annotations
 
@@ -39,25 +39,26 @@ from lm_trainer.step.state.model_def import ModelDef, Params
 
 @dataclass(frozen=True)
 class HfStart:
-    """The start of a run initialized from a Hugging Face checkpoint."""
+    """Initial state of a run that starts from a Hugging Face checkpoint."""
 
     config: RunConfig
     """Configuration of the run, with the resolved model section."""
     vocab_size: int
-    """Rows of the embedding."""
+    """Number of rows of the token embedding."""
     source: HfCheckpoint | None
-    """None if the run already has a checkpoint, and needs the Hugging Face checkpoint only for frozen weights."""
+    """The Hugging Face checkpoint; None if the run itself already has a checkpoint. Frozen weights are then read from
+    the Hugging Face checkpoint when they are needed."""
     notes: tuple[str, ...] = ()
-    """Notes for the user."""
+    """Notes to show to the user."""
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> int:
-        """Returns the rows of the embedding; raises `UserError` if the tokenizer does not match the checkpoint."""
+        """Returns `vocab_size`. Raises `UserError` if the tokenizer does not match the checkpoint."""
         if self.source is not None:
             self.source.check_tokenizer(tokenizer)
         return self.vocab_size
 
     def export_settings(self, tokenizer: HfTokenizer) -> HfSettings | None:
-        """Returns the settings of the checkpoint, for exports of the run; None if an earlier attempt saved them."""
+        """Returns the settings of the checkpoint for exports of the run, or None if an earlier attempt saved them."""
         source = self.source
         return None if source is None else source.settings.adapt_to_tokenizer(tokenizer, source.directory)
 
@@ -72,9 +73,11 @@ class HfStart:
 
 
 def find_hf_start(config: RunConfig, run: str) -> HfStart | None:
-    """Finds a run's initial Hugging Face checkpoint, and resolves the model section; None if the run has none.
+    """Finds the Hugging Face checkpoint that a run starts from, and resolves the model section.
 
-    All mismatches are reported here, before text is tokenised and anything large is read.
+    Returns None without one.
+
+    All mismatches are reported here, before text is tokenised and before any large file is read.
 
     Raises:
         UserError: if the checkpoint does not exist, is damaged, or does not match the configuration.
@@ -86,7 +89,7 @@ def find_hf_start(config: RunConfig, run: str) -> HfStart | None:
         return resumed
     source = HfCheckpoint.open(config)
     section, notes = _resolve_model_section(config, source.directory, source.config, source.vocab_size)
-    # Reads only headers, to report missing tensors before text is tokenised.
+    # Reads only the file headers, to report missing tensors before text is tokenised.
     source.plan_read(section)
     difference_notes = (note,) if (note := section.describe_difference_from_hf()) is not None else ()
     tokenizer = config.data.tokenizer_config
@@ -103,15 +106,15 @@ def find_hf_start(config: RunConfig, run: str) -> HfStart | None:
 def published_model_settings(
     config: RunConfig, start: HfStart | None, tokenizer: HfTokenizer, checkpoints: StoragePath
 ) -> HfSettings | None:
-    """Returns the settings of the published model a run started from; None if it started from none.
+    """Returns the settings of the published model that a run started from, or None if it did not start from one.
 
     Args:
         config: configuration of the run.
-        start: the initial Hugging Face checkpoint.
+        start: the Hugging Face checkpoint that the run starts from, or None.
         tokenizer: tokenizer of the run.
         checkpoints: checkpoint directory of the run, which contains the settings after its first attempt.
     """
-    # A resumed run does not need its original start.
+    # A resumed run has saved the settings, and does not need the model that it started from.
     if list_steps(checkpoints):
         return read_published_settings(checkpoints)
     if start is not None:
@@ -123,14 +126,15 @@ def published_model_settings(
 
 
 def resolve_model(config: RunConfig, name: str) -> RunConfig:
-    """Returns the configuration with the model section used in training; only config.json is read.
+    """Returns the configuration with the model section used in training. Of the checkpoint, only config.json is read.
 
     Args:
         config: configuration of the run.
-        name: default name of the run, if neither the configuration nor the environment sets one.
+        name: name of the configuration, which is used for the run ID if neither the configuration nor the environment
+            sets one.
 
     Raises:
-        UserError: as in `find_hf_start`.
+        UserError: as for `find_hf_start`.
         MachineError: if the hub is unreachable.
     """
     if not config.use_hf_model_config:
@@ -142,14 +146,17 @@ def resolve_model(config: RunConfig, name: str) -> RunConfig:
 
 
 def read_checkpoint_vocab_size(config: RunConfig) -> int:
-    """Returns the rows of the embedding in the checkpoint `initialize_from_hf`; raises like `resolve_model`."""
+    """Returns the number of embedding rows in the checkpoint `initialize_from_hf`.
+
+    Raises the same errors as `resolve_model`.
+    """
     return read_hf_config(_locate_checkpoint(config, weights=False))[1]
 
 
 def _resolve_model_section(
     config: RunConfig, directory: Path, hf_config: DecoderConfig, vocab_size: int
 ) -> tuple[DecoderConfig, list[str]]:
-    """Returns the resolved model section, and notes about it."""
+    """Returns the resolved model section and notes about it for the user."""
     set_keys = config.model.model_fields_set if "model" in config.model_fields_set else set()
     with errors_prefixed_with(directory / "config.json"):
         if config.use_hf_model_config:
@@ -158,7 +165,10 @@ def _resolve_model_section(
 
 
 def _find_resumed_start(config: RunConfig, checkpoints: StoragePath) -> HfStart | None:
-    """Returns the start of a run that already has a checkpoint, with its recorded model."""
+    """Returns the `HfStart` of a run that already has a checkpoint, with the recorded model section.
+
+    Returns None if the run has no checkpoint.
+    """
     if config.trainer.load_checkpoint is False:
         return None
     if isinstance(checkpoints, Bucket):
@@ -172,8 +182,8 @@ def _find_resumed_start(config: RunConfig, checkpoints: StoragePath) -> HfStart 
 
 
 def _replace_model_section(config: RunConfig, section: DecoderConfig) -> RunConfig:
-    """Returns the configuration with another model section, revalidated."""
-    # Only explicitly set keys, so that defaults remain marked as defaults.
+    """Returns the configuration with the given model section, and validates it."""
+    # Passes only the keys that were set explicitly, so that defaults remain marked as defaults.
     try:
         return RunConfig(**{**{name: getattr(config, name) for name in config.model_fields_set}, "model": section})
     except ValidationError as error:
@@ -183,27 +193,27 @@ def _replace_model_section(config: RunConfig, section: DecoderConfig) -> RunConf
 
 @dataclass(frozen=True)
 class HfCheckpoint:
-    """A checkpoint in Hugging Face format; only its headers have been read."""
+    """A checkpoint in Hugging Face format. Until `load` is called, only the file headers are read."""
 
     name: str
-    """Name as written by the user."""
+    """Name of the checkpoint, as the user has written it."""
     directory: Path
     config: DecoderConfig
-    """Model section equivalent to config.json."""
+    """Model section that is equivalent to config.json."""
     vocab_size: int
     weights: Weights
     settings: HfSettings
-    """The other files next to the weights."""
+    """Contents of the other files next to the weights."""
 
     @classmethod
     def open(cls, config: RunConfig) -> HfCheckpoint:
-        """Opens the checkpoint `initialize_from_hf`; raises like `find_hf_start`."""
+        """Opens the checkpoint `initialize_from_hf`. Raises the same errors as `find_hf_start`."""
         directory = _locate_checkpoint(config)
         model, vocab_size, settings = read_hf_settings(directory)
         return cls(hf_source_name(config), directory, model, vocab_size, Weights(directory), settings)
 
     def describe(self, model: DecoderConfig) -> str:
-        """Describes the checkpoint in one line, and the context length of exports if `model` is shorter."""
+        """Describes the checkpoint in one line, with the context length of exports if `model` has a shorter one."""
         files = f"{len(self.weights.files)} file{'s' * (len(self.weights.files) > 1)}"
         count = parameter_count(self.config.spec(self.vocab_size))
         dtypes, context = ", ".join(sorted(self.weights.dtypes)), self.config.seq_len
@@ -228,7 +238,7 @@ class HfCheckpoint:
             raise UserError(f"data.tokenizer is not that of {self.name}: {difference}; use its own: {remedy}")
 
     def plan_read(self, model: DecoderConfig) -> hf.ReadPlan:
-        """Locates every parameter of the model in the files.
+        """Finds the location of every parameter of the model in the files.
 
         Raises:
             UserError: for missing tensors, unknown tensors, wrong shapes, and dtypes that cannot be read exactly.
@@ -243,16 +253,17 @@ class HfCheckpoint:
     def load(
         self, model: DecoderConfig, shapes: Mapping[str, jax.ShapeDtypeStruct], shardings: Mapping[str, Sharding]
     ) -> Params:
-        """Loads the parameters of the model; each process reads only the shards of its devices.
+        """Loads the parameters of the model. Each process reads only the shards on its devices.
 
-        The host holds only a part of one tensor at a time.
+        Host memory holds only a part of one tensor at a time.
 
         Raises:
-            UserError: as in `plan_read`, and for differing copies of a tied tensor.
+            UserError: as for `plan_read`, and if the copies of a tied tensor differ.
             MachineError: if a file can no longer be read.
         """
         stored = self.plan_read(model)
-        # Files of tied models may contain a tensor twice; if the copies differ, the model is ambiguous.
+        # The files of a model with tied tensors may contain such a tensor twice. If the copies differ, the model is
+        # ambiguous.
         for copy, first in stored.repeated.items():
             if not self.weights.are_equal(copy, first):
                 raise UserError(

@@ -1,4 +1,4 @@
-"""Reading models from checkpoints, by the ID or any directory of a run, and writing them."""
+"""Reads models from checkpoints, given the ID or any directory of a run, and writes them."""
 
 from __future__ import annotations
 
@@ -40,31 +40,33 @@ logger = logging.getLogger(__name__)
 PARAMS = "params."
 """Prefix of the parameters in the array names of a checkpoint."""
 AVERAGED = "averaged."
-"""Prefix of the weights to export, if they differ from the trained weights."""
+"""Prefix of the weights to export in the array names, if these weights differ from the trained weights."""
 TOKENIZER = "tokenizer"
-"""Directory of the tokenizer next to the checkpoints, and key of the digests of its files in checkpoint records."""
+"""Name of the tokenizer directory next to the checkpoints, and key of the digests of its files in checkpoint records.
+"""
 SETTINGS = "hf"
-"""Directory next to the checkpoints with the settings of the published model a run started from."""
+"""Name of the directory next to the checkpoints with the settings of the published model that a run started from."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model from a checkpoint, with everything needed to use it."""
+    """A model read from a checkpoint, with everything needed to use it."""
 
     config: RunConfig
     params: dict[str, Any]
-    """Nested dicts of arrays in the parameter dtype, as from `nnx.to_pure_dict`: sharded over the requested devices, or
-    NumPy arrays. For a run training an adapter, only the adapter parameters."""
+    """Nested dicts of arrays in the parameter dtype, structured like the result of `nnx.to_pure_dict`. The arrays are
+    sharded over the requested devices. For a run that trains an adapter, they are only the adapter parameters, as NumPy
+    arrays."""
     step: int
     vocab_size: int
-    """Rows of the embedding; at least the tokenizer's vocabulary."""
+    """Number of rows of the token embedding, at least the size of the tokenizer's vocabulary."""
     tokenizer: HfTokenizer
     name: str
-    """The run ID, or the name of the directory."""
+    """The run ID, or the name of the checkpoint directory if the configuration has no ID."""
     record: Mapping[str, Any]
-    """JSON record of the checkpoint, with `train_loss` and `eval_losses` if known."""
+    """JSON record of the checkpoint, which contains `train_loss` and `eval_losses` if they are known."""
     settings: HfSettings | None = None
-    """Settings of the published model it started from."""
+    """Settings of the published model that the run started from, if any."""
 
 
 def load_model(
@@ -78,9 +80,9 @@ def load_model(
 
     Args:
         run: a run ID, a run directory (`logs/ID`), a checkpoint directory (`checkpoints/ID`) or one step in it.
-        step: step of the checkpoint; None means the newest.
-        devices: devices of this process to shard the weights over; None means all.
-        averaged: read averaged weights if the run keeps them, instead of the trained weights.
+        step: step of the checkpoint; None means the newest intact step.
+        devices: devices of this process to shard the weights over; None means all of them.
+        averaged: read the averaged weights instead of the trained weights if the run keeps them.
 
     Raises:
         UserError: if the run or the step does not exist, or no checkpoint is intact.
@@ -104,10 +106,12 @@ def load_model(
 
 
 def read_vocabulary(run: str | StoragePath) -> tuple[int, Tokenizer]:
-    """Returns the rows of the embedding and the tokenizer of the model `load_model` would read, without its weights.
+    """Returns the number of embedding rows and the tokenizer of the model that `load_model` would read.
+
+    Does not read the weights.
 
     Raises:
-        UserError: as in `load_model`.
+        UserError: as for `load_model`.
     """
     directory, step = find_checkpoints(run)
     for candidate in [step] if step is not None else reversed(list_steps(directory)):
@@ -125,7 +129,7 @@ def _load_step(
     prefix = AVERAGED if averaged and any(name.startswith(AVERAGED) for name in record["shapes"]) else PARAMS
     if config.adapter is None:
         model = ModelDef.trace(lambda: config.model.build(vocab_size, rngs=nnx.Rngs(0)))
-        # Sharded, because a model trained on many devices may not fit on one.
+        # The model is sharded, because a model that was trained on many devices may not fit on one.
         shapes, shardings = model.shapes, inference_shardings(model, devices)
     else:
         shapes = _recorded_shapes(record, prefix)
@@ -149,7 +153,7 @@ def _load_step(
 
 
 def _compare_config(directory: StoragePath, config: RunConfig) -> None:
-    """Warns if config.yaml differs from the configuration in the record of the run next to it."""
+    """Warns if config.yaml differs from the configuration in the copy of run.json next to the checkpoints."""
     from lm_trainer.run.config.run_config import numeric_differences, numeric_identity
 
     identity = read_identity_from_copy(directory)
@@ -162,7 +166,7 @@ def _compare_config(directory: StoragePath, config: RunConfig) -> None:
 
 
 def _compare_tokenizer(directory: StoragePath, copy: Path, record: Mapping[str, Any]) -> None:
-    """Warns if a file of the tokenizer has changed since the step was saved."""
+    """Warns if a tokenizer file has changed since the checkpoint was saved."""
     for name, digest in record.get(TOKENIZER, {}).items():
         file = copy / name
         if not file.is_file() or _digest(file.read_bytes()) != digest:
@@ -170,7 +174,7 @@ def _compare_tokenizer(directory: StoragePath, copy: Path, record: Mapping[str, 
 
 
 def tokenizer_digests(tokenizer: HfTokenizer) -> dict[str, str]:
-    """Returns digests of the files of a tokenizer, saved with every checkpoint under the key TOKENIZER."""
+    """Returns the digests of a tokenizer's files, which every checkpoint record contains under the key TOKENIZER."""
     return {name: _digest(content) for name, content in tokenizer.files().items()}
 
 
@@ -179,17 +183,19 @@ def _digest(content: bytes) -> str:
 
 
 def read_published_settings(directory: StoragePath) -> HfSettings | None:
-    """Reads the settings of the published model a run started from, saved next to its checkpoints; None if missing.
+    """Reads the settings of the published model that a run started from; None if there are none.
+
+    The settings are saved next to the checkpoints of the run.
 
     Raises:
-        UserError: if they are damaged.
+        UserError: if the files are damaged.
     """
     copy = local_copy(directory, SETTINGS) / SETTINGS
     return HfSettings.read(copy) if copy.is_dir() else None
 
 
 def _recorded_shapes(record: Mapping[str, Any], prefix: str) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shape and dtype of the arrays of a checkpoint with a name prefix, by the name without the prefix."""
+    """Returns shapes and dtypes of the checkpoint arrays with a name prefix, by name without the prefix."""
     parts = {name: x.rstrip("]").split("[") for name, x in record["shapes"].items() if name.startswith(prefix)}
     return {
         name.removeprefix(prefix): jax.ShapeDtypeStruct(
@@ -205,16 +211,16 @@ def _recorded_dtype(record: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def read_config(directory: StoragePath, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads the configuration of a checkpoint directory, with `KEY=VALUE` overrides.
+    """Reads the configuration in a checkpoint directory and applies `KEY=VALUE` overrides.
 
     Raises:
-        UserError: if it is missing or no longer valid.
+        UserError: if the configuration is missing or no longer valid.
     """
     from lm_trainer.config.loader import load
     from lm_trainer.run.config.recorded_keys import config_with_recorded_keys
     from lm_trainer.run.config.run_config import RunConfig
 
-    # Without trackers, because their packages may not be installed here.
+    # Removes the trackers, because their packages may not be installed on this machine.
     loaded = load(local_copy(directory, "config.yaml") / "config.yaml", ["trainer.tracker=[]", *overrides], RunConfig)
     return config_with_recorded_keys(loaded.config, loaded.data)
 
@@ -230,15 +236,15 @@ def write_model(
 ) -> None:
     """Writes weights as a checkpoint of step 0, for training (`trainer.initialize_from`), sampling or export.
 
-    `out` is written atomically: it is complete, or does not exist.
+    `out` is written atomically: it is either complete or does not exist.
 
     Args:
-        out: the new checkpoint directory.
-        model_config: the model family and its settings.
+        out: the checkpoint directory to create.
+        model_config: model section of the configuration.
         params: nested dicts of arrays.
         tokenizer: tokenizer to save with the weights.
-        vocab_size: rows of the embedding.
-        settings: settings of the published model the weights come from.
+        vocab_size: number of rows of the token embedding.
+        settings: settings of the published model that the weights come from, if any.
 
     Raises:
         UserError: if `out` exists and is not empty, or cannot be written.
@@ -249,7 +255,7 @@ def write_model(
 
     if (out := local_path(out)).exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty; choose another directory")
-    # Written next to `out` and renamed, so that an existing directory is always complete.
+    # Writes to a directory next to `out` and renames it at the end, so that `out` is complete if it exists.
     draft = out.absolute().with_name(f".{out.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
     try:

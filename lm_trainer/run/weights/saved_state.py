@@ -1,4 +1,4 @@
-"""Saving the training state in a checkpoint, and restoring it."""
+"""Saves the training state in a checkpoint, and restores it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.train_state import TrainState, copy_params
 
 Fingerprint = str | Mapping[str, str]
-"""Data fingerprint: a text, or `tokens` and `sources` from `lm_trainer.data`; `tokens` may still be missing."""
+"""Data fingerprint: a string, or the entries `tokens` and `sources` from `lm_trainer.data`. `tokens` is missing while
+text is being tokenised."""
 
 OPT_STATE = "opt_state."
 """Prefix of the optimizer state in the array names of a checkpoint."""
 
 
 def save_state(store: CheckpointStore, state: TrainState, setup: TrainingSetup, record: Mapping[str, Any]) -> None:
-    """Starts an asynchronous checkpoint of the state needed for a resume, and of the weights to export.
+    """Starts to save a checkpoint asynchronously, with the state needed to resume and the weights to export.
 
     Raises:
-        NonFiniteError: if a parameter has a non-finite value, from which training could not continue.
+        NonFiniteError: if a parameter contains a non-finite value, because training could not continue from it.
         MachineError: if this or the previous save failed.
     """
     if bad := find_non_finite(state.params):
@@ -38,14 +39,14 @@ def save_state(store: CheckpointStore, state: TrainState, setup: TrainingSetup, 
             f"{', '.join(map(str, store.steps())) or 'none'}). Lower optimizer.learning_rate"
         )
     arrays = arrays_to_save(state, setup)
-    # Other frozen parameters are not saved; a resume verifies them by their digest.
+    # Frozen parameters other than constants are not saved. A resumed run verifies them by their digest.
     if setup.freezes:
         record = {**record, FROZEN: hash_frozen_params(state.frozen)}
     store.save(state.step, arrays, record)
 
 
 def arrays_to_save(state: TrainState, setup: TrainingSetup) -> dict[str, Any]:
-    """Returns the arrays of a state to save, by their names in the checkpoint."""
+    """Returns the arrays of a training state that a checkpoint contains, by their names in the checkpoint."""
     *_, export = setup.weights_to_evaluate(state).values()
     params = {**state.params, **{name: state.frozen[name] for name in setup.model.constants}}
     averaged = {name: export[name] for name in params} if _exports_other_weights(setup) else None
@@ -53,7 +54,7 @@ def arrays_to_save(state: TrainState, setup: TrainingSetup) -> dict[str, Any]:
 
 
 def abstract_checkpoint(setup: TrainingSetup) -> dict[str, Any]:
-    """Returns shape, dtype and sharding of every array in a checkpoint of this run, by its name in the checkpoint."""
+    """Returns the shape, dtype and sharding of every array in a checkpoint of this run, by name in the checkpoint."""
     params, opt_state = _abstract_state(setup)
     storage, shapes = setup.sharding.storage, setup.model.shapes
     params |= {
@@ -64,7 +65,9 @@ def abstract_checkpoint(setup: TrainingSetup) -> dict[str, Any]:
 
 
 def restore_state(restored: Restored, setup: TrainingSetup, init: Callable[[], TrainState]) -> TrainState:
-    """Restores the state from a checkpoint; missing arrays and frozen parameters are taken from a fresh state.
+    """Restores the training state from a checkpoint.
+
+    Missing arrays and frozen parameters come from a new initial state.
 
     Raises:
         UserError: if the checkpoint was trained with other frozen parameters.
@@ -73,7 +76,7 @@ def restore_state(restored: Restored, setup: TrainingSetup, init: Callable[[], T
     model = setup.model
     frozen: Any = {name: arrays[PARAMS + name] for name in model.constants if PARAMS + name in arrays}
     has_other_frozen = bool(model.shapes.keys() - model.trainable - model.constants)
-    # A fresh state takes as much memory as this one, so create it only if needed.
+    # A new initial state takes as much memory as the restored one, so it is only created if needed.
     if has_other_frozen or set(abstract_checkpoint(setup)) - set(arrays):
         fresh = init()
         frozen = {**fresh.frozen, **frozen}
@@ -101,7 +104,7 @@ def _name_arrays(params: Any, opt_state: Any, averaged: Any) -> dict[str, Any]:
 
 
 def _abstract_state(setup: TrainingSetup) -> tuple[dict[str, Any], Any]:
-    """Returns shapes, dtypes and shardings of the trained parameters and the optimizer state."""
+    """Returns the shapes, dtypes and shardings of the trained parameters and of the optimizer state."""
 
     def to_shape_dtype(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -113,8 +116,8 @@ def _abstract_state(setup: TrainingSetup) -> tuple[dict[str, Any], Any]:
 
 
 def _restore_averages(arrays: dict[str, Any], trained: Params) -> Params:
-    """Returns the averaged weights of a checkpoint; missing ones start at the current weights."""
+    """Returns the averaged weights in a checkpoint. Averages that are missing start at the trained weights."""
     missing = {name: x for name, x in trained.items() if AVERAGED + name not in arrays}
-    # Copies, because the step donates both parameters and averages, and an array cannot be donated twice.
+    # Copies the weights, because a step donates both parameters and averages, and an array cannot be donated twice.
     initial = copy_params(missing) if missing else {}
     return {name: initial[name] if name in initial else arrays[AVERAGED + name] for name in trained}

@@ -1,4 +1,4 @@
-"""Rows of a run's token embedding, as far as known on this machine before opening the data."""
+"""Number of rows of the token embedding of a run, as far as it is known before the data is opened."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from lm_trainer.run.weights.pretrained import read_checkpoint_vocab_size
 from lm_trainer.run.weights.saved_model import read_vocabulary
 
 GPT2_VOCABULARY = 50_257
-"""Assumed if the vocabulary is only available on the hub."""
+"""Vocabulary size that is assumed if the tokenizer is only available on the hub."""
 
 
 class Vocabulary(NamedTuple):
-    """Rows of the token embedding."""
+    """Number of rows of the token embedding, which may be an assumption."""
 
     rows: int
     note: str | None = None
-    """The reason for an assumed value; None if it is known."""
+    """Reason why the number is assumed; None if it is known."""
 
 
 def find_vocabulary(config: RunConfig) -> Vocabulary:
-    """Returns the rows of the embedding in `lmt train`: from the initial checkpoint, else from the tokenizer.
+    """Returns the number of embedding rows that `lmt train` would use, from the initial checkpoint or the tokenizer.
 
-    A tokenizer is not downloaded for this, so that a run can be planned without a network.
+    The tokenizer is not downloaded for this purpose, so that a run can be planned without a network connection.
 
     Raises:
-        UserError: if a checkpoint or a tokenizer given by its path is missing or damaged.
+        UserError: if a checkpoint or tokenizer that is given as a path is missing or damaged.
         MachineError: if the checkpoint is on the hub and the hub is unreachable.
     """
     if config.initialize_from_hf:
