@@ -52,7 +52,7 @@ def adopt_hf_config(
 def compare_with_hf_config(
     section: DecoderConfig, written_keys: Collection[str], hf_config: DecoderConfig, vocab_size: int
 ) -> list[str]:
-    """Lists the keys that the user set to a value that differs from config.json; one text per key.
+    """Returns one message for each key that the user set to a value other than the one in config.json.
 
     Raises:
         UserError: if the family differs, or a key that the user did not write differs, because its default would change

@@ -52,7 +52,7 @@ _TENSORS = (
 
 
 class GptNeoxConfig(EqualHeadsConfig):
-    """The GPT-NeoX family, Pythia's; the defaults are GPT-NeoX 20B."""
+    """The GPT-NeoX family, which includes Pythia. The defaults are the sizes of GPT-NeoX 20B."""
 
     hf: ClassVar[HfFamily] = HfFamily(
         model_type="gpt_neox",

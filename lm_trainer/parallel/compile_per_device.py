@@ -1,4 +1,4 @@
-"""Compiles one program for several sets of devices of this process, only once if possible.
+"""Compiles a program for several sets of devices of this process, with a single compilation if possible.
 
 On a CPU, machine code is compiled for one set of devices and loaded for each of the other sets. JAX has no public API
 for this, so `_DeviceRemapper` extends JAX's unpickler of executables. `tests/parallel/test_compile_per_device.py`

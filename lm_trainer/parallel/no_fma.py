@@ -1,4 +1,4 @@
-"""Transformation of a function that prevents compilers from contracting a product and a sum.
+"""Function transformation that keeps compilers from fusing a product and a sum into one operation (FMA).
 
 If a product is an operand of an addition, a compiler may contract both to a fused multiply-add (FMA), which rounds once
 instead of twice. Its choice depends on the surrounding fusion, hence on the shapes on a device, and hence on the mesh:

@@ -211,7 +211,7 @@ def squares_by_layer(
     """Sums the squares of each array separately in float32, in an order that depends only on its shape.
 
     Returns:
-        name -> [1] or, for names in `stacked`, [layers]: one sum for each index of the first dimension.
+        Maps each name to its sums: [layers], one per layer, for names in `stacked`; [1] for the others.
     """
 
     def partial_sums(local: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -83,7 +83,7 @@ _DEVICES = (
 
 
 def datasheet_peak(device_kind: str, dtype: str, *, allow_tf32: bool | None = None) -> Peak | None:
-    """Returns the datasheet's figure for matrix products of `dtype` arrays on one device; None if there is none.
+    """Returns the peak FLOP/s of matrix products in `dtype` on one device, by its datasheet; None if unknown.
 
     Args:
         device_kind: `jax.Device.device_kind`. Devices that are not in the table, such as CPUs, have no figure.

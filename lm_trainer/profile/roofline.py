@@ -146,7 +146,7 @@ def _operation_flops(op: Instruction, computation: Computation) -> float:
 
 
 def _convolution_flops(op: Instruction, left: list[int], right: list[int]) -> float:
-    """Returns the FLOPs of a convolution, because TPUs compile matrix products to convolutions.
+    """Returns the FLOPs of a convolution. The TPU compiler turns matrix products into convolutions.
 
     Batch dimensions of the product become window positions, each of which overlaps the input at one position; the other
     positions are padding and cost nothing.

@@ -119,7 +119,7 @@ def open_rerun(record: RunRecord, start: int, *, overrides: Sequence[str] = (), 
 def configure_as_recorded(record: RunRecord, trainer: TrainerConfig, step: int) -> None:
     """Configures JAX as in the attempt that computed `step`.
 
-    Must be called before the backends of JAX start. Reading a checkpoint starts them.
+    Must be called before JAX initialises its backends. Reading a checkpoint starts them.
     """
     configure_jax(
         trainer.jax_config,

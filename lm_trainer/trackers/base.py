@@ -102,7 +102,7 @@ class Tracker(Protocol):
         """Inserts missing lines.
 
         Args:
-            records: records of completed steps in order, by file name.
+            records: maps each file name to its records of completed steps, in the order of the steps.
         """
         ...
 

@@ -97,5 +97,5 @@ class FormatConfig(Config):
     def encode(self, values: Sequence[Any], tokenizer: Tokenizer) -> list[EncodedDocument | UnusableRow]:
         """Encodes prepared values.
 
-        Returns one result per value, which is an UnusableRow if encoding reveals a bad row.
+        Returns one result per value. It is an UnusableRow if encoding the row shows that it is bad.
         """
