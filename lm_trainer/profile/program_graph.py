@@ -105,7 +105,7 @@ class _Hasher:
         return values
 
     def _hash_call(self, name: str, arguments: Sequence[Value]) -> Value:
-        """Returns the result of calling a computation with these arguments."""
+        """Returns the hashes of the results of calling a computation, given the hashes of its arguments."""
         computation = self._program.computations[name]
         parameters = [op for op in computation.values() if op.opcode == "parameter"]
         root = next(op for op in computation.values() if op.is_root)

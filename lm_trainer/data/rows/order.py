@@ -123,7 +123,8 @@ class TrainOrder:
             need_all: True if every set must be complete.
 
         Returns:
-            A pair of the set and the number of rows that it must have, where None means all rows; None if no set has to grow.
+            A pair of the set and the number of rows that it must have, where None means all rows; None if no set has to
+            grow.
         """
         growing = [train for train in self.sets if not train.final]
         if growing and need_all:
