@@ -14,7 +14,7 @@ def answer_loss(task: Any, samples: Sequence[Mapping[str, Any]]) -> tuple[float,
     """Returns the mean over questions of -log2 p(right answer) / UTF-8 bytes of the answer, and its standard error.
 
     This is the task loss of Bhagia et al. 2024 (https://arxiv.org/abs/2412.04403, section 3.2), which is smooth even if
-    accuracy is at chance level. In bits per byte, the space before an answer counts towards the bits, but not the bytes.
+    accuracy is at chance level. In bits per byte, the space before an answer counts as bits, but not as a byte.
 
     Args:
         task: a task of the harness.
