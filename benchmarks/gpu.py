@@ -32,6 +32,7 @@ _SMALL = [
     "model.cross_entropy_block_size=null",
     "data.tokenizer=bytes",
     "trainer.train_batch_size=8",
+    "trainer.elastic_shards=8",
     "trainer.num_train_steps=4",
 ]
 _SMALL_LLAMA = ["model.num_kv_heads=1", "model.intermediate_dim=64"]

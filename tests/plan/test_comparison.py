@@ -15,7 +15,7 @@ from lm_trainer.plan.comparison import PlannedConfig, comparison_lines, find_pri
 from tests.conftest import RunLmt
 
 MODEL = {"type": "gpt2", "seq_len": 32, "hidden_dim": 64, "num_layers": 1, "num_heads": 2}
-TRAINER = {"train_batch_size": 8, "num_train_steps": 10, "mp": "p=f32,c=bfloat16"}
+TRAINER = {"train_batch_size": 8, "elastic_shards": 4, "num_train_steps": 10, "mp": "p=f32,c=bfloat16"}
 
 
 def test_a_price_is_of_all_kinds_or_of_one():

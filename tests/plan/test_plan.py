@@ -219,7 +219,7 @@ def test_large_models_fit_on_the_devices_that_they_are_for(
 def test_the_table_says_what_is_as_good_as_it_gets():
     schedule = [{"start": 0, "value": 2}, {"start": 5, "value": 4}]
     config = config_of(
-        {"model": LLAMA, "trainer": {"elastic_shards": 8, "train_batch_size": schedule, "num_train_steps": 10}}
+        {"model": LLAMA, "trainer": {"elastic_shards": 2, "train_batch_size": schedule, "num_train_steps": 10}}
     )
     group, places = DeviceGroup(2, "NVIDIA H100 80GB HBM3"), jax.devices()[:2]
 
@@ -344,7 +344,7 @@ def test_json_agrees_with_itself_and_with_a_hand_count(run_lmt: RunLmt, config: 
     assert (work["tokens_per_step"], work["tokens"]) == (8 * 32, 10 * 8 * 32)
     assert time["step_seconds"] == pytest.approx(work["flops_per_step"] / (2 * 989.5e12 * 0.5))
     assert time["cost"] == pytest.approx(3 * 2 * 10 * time["step_seconds"] / 3600)
-    assert plan["budget"]["bytes"] == 60e9
+    assert plan["budget"]["bytes"] == 72e9
     assert (plan["fit"]["rows"], plan["kernel"]) == (4, "cudnn")
     assert [path.name for path in config.parent.iterdir()] == ["tiny.yaml"]
 

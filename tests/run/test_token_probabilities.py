@@ -31,7 +31,8 @@ CONFIG = """
 model: {type: llama, hidden_dim: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2, intermediate_dim: 64, seq_len: 32}
 data: {tokenizer: bytes, train_urls: [train.txt], validation_urls: [held.jsonl]}
 optimizer: {learning_rate: 3e-3, warmup: 0}
-trainer: {num_train_steps: 4, steps_per_eval: 2, train_batch_size: 8, sample_tokens: 0, tracker: [], max_devices: 1}
+trainer: {num_train_steps: 4, steps_per_eval: 2, train_batch_size: 8, elastic_shards: 8, sample_tokens: 0,
+          tracker: [], max_devices: 1}
 """
 TEXTS = ["short", "a document with </script><b>markup</b> in it", "another document, longer than a row of the model is"]
 

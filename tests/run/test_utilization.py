@@ -42,6 +42,7 @@ def test_hfu_is_mfu_with_the_blocks_computed_again(
                 "id": "run",
                 "num_train_steps": STEPS,
                 "train_batch_size": 8,
+                "elastic_shards": 8,
                 "sample_tokens": 0,
                 **settings,
             },
