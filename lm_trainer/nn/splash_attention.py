@@ -28,7 +28,7 @@ from lm_trainer.nn.spec import AlibiSpec, AttentionSpec
 from lm_trainer.parallel.mesh import BATCH_AXES
 
 _PLATFORMS = ("tpu",)
-_LANES = 128
+LANES = 128
 """Number of lanes of a TPU's vector registers; block sizes are multiples of it."""
 _LARGEST_BLOCK = 512
 _MAX_PARTS = 4
@@ -50,9 +50,9 @@ def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str 
         (scores.dropout > 0, "it has no dropout of probabilities"),
         (metadata.cached, "it does not decode with a cache"),
         (metadata.queries != metadata.keys, "devices share the positions of a row (context_axis_size)"),
-        (length % _LANES != 0, f"rows of {length} positions are not a multiple of {_LANES}"),
-        (block > 0 and (block % _LANES != 0 or length % block != 0),
-         f"flash_attention_block_size={size} is not a multiple of {_LANES} that divides rows of {length} positions"),
+        (length % LANES != 0, f"rows of {length} positions are not a multiple of {LANES}"),
+        (block > 0 and (block % LANES != 0 or length % block != 0),
+         f"flash_attention_block_size={size} is not a multiple of {LANES} that divides rows of {length} positions"),
     ))  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def _make_kernel(spec: AttentionSpec, q_BNSH: jax.Array, *, interpret: bool) -> 
     heads, length = q_BNSH.shape[1:3]
     shape, window = (length, length), spec.window
     mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
-    size = _choose_block_size(length, spec.scores.block_size)
+    size = choose_block_size(length, spec.scores.block_size)
     fused_block = _choose_fused_block(length, size, window, spec.head_dim * q_BNSH.dtype.itemsize)
     # A single kernel for all gradients computes five products per block; two separate kernels compute seven.
     separate: dict[str, Any] = {} if fused_block else {"block_q_dq": size, "block_kv_dq": size}
@@ -138,11 +138,11 @@ def _make_kernel(spec: AttentionSpec, q_BNSH: jax.Array, *, interpret: bool) -> 
     return lambda q, k, v, segments: kernel(q, k, v, segment_ids=splash.SegmentIds(segments, segments))
 
 
-def _choose_block_size(length: int, size: int | None) -> int:
+def choose_block_size(length: int, size: int | None) -> int:
     """Returns the positions per block: `size`, or the largest multiple of the lanes up to 512 dividing `length`."""
     if size is not None:
         return min(size, length)
-    return next(b for b in range(_LARGEST_BLOCK, 0, -_LANES) if length % b == 0)
+    return next(b for b in range(_LARGEST_BLOCK, 0, -LANES) if length % b == 0)
 
 
 def _choose_fused_block(length: int, size: int, window: int | None, bytes_of_key: int) -> int | None:

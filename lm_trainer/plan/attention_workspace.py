@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,7 +44,7 @@ class AttentionWorkspace:
         if backend != "cudnn" or not trainer.bitwise or compute_capability(kind) != _HOPPER:
             return cls()
         heads = max(block.attention.num_heads for block in config.model.spec(vocab_size).blocks)
-        head_shards = math.prod(axes.get(axis, 1) for axis in trainer.step_plan.compute_rules.get("heads", ()))
+        head_shards = trainer.step_plan.compute_shards("heads", axes)
         pairs = config.model.seq_len**2 // axes.get("context", 1)
         return cls(_BYTES_PER_PAIR * heads * pairs // head_shards, axes.get("pipeline", 1) > 1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +11,7 @@ import jax
 from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.rehearsal import on_one_shard
 from lm_trainer.plan.attention_workspace import NO_WORKSPACE, AttentionWorkspace
-from lm_trainer.profile.attention_kernels import KERNEL_BLOCKS, computed_share
+from lm_trainer.profile.attention_kernels import computed_share, kernel_block
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import TrainingSetup, build_setup
 from lm_trainer.run.config.gather import with_resolved_gather
@@ -134,12 +133,12 @@ class StepMemory:
         spec, length = self.config.model.spec(self._vocab_size), self.config.model.seq_len
         axes = dict(self.setup.sharding.mesh.shape)
         rows = 1 if axes["pipeline"] > 1 else self.rows
-        head_shards = math.prod(axes[axis] for axis in self.config.trainer.step_plan.compute_rules.get("heads", ()))
-        block = KERNEL_BLOCKS.get(self._platform, length)
+        head_shards = self.config.trainer.step_plan.compute_shards("heads", axes)
         flops = []
         for layer in spec.blocks[: spec.period]:
             attention = layer.attention
-            share = 1.0 if spec.encoder is not None else computed_share(attention, length, min(block, length))
+            block = kernel_block(attention, length, self._platform)
+            share = 1.0 if spec.encoder is not None else computed_share(attention, length, block)
             width = attention.num_heads * attention.head_dim // head_shards
             flops.append(2.0 * rows * length * length * width * share / axes["context"])
         return flops

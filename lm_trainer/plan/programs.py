@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lm_trainer.profile.attention_kernels import count_products
-from lm_trainer.profile.collectives import list_transfers
+from lm_trainer.profile.collectives import list_transfers, sum_bytes_sent
 from lm_trainer.profile.devices import Bandwidths
 from lm_trainer.profile.hlo import parse_program
 from lm_trainer.profile.network import Network
@@ -59,14 +59,11 @@ class ProgramWork:
     def from_hlo(cls, name: str, runs: int, hlo: str, target: TargetFigures | None = None) -> ProgramWork:
         """Analyses the text of a compiled program; without a target, transfers and attention kernels take no time."""
         transfers, target = list_transfers(hlo), target or TargetFigures(Network(None))
-        sent: Counter[str] = Counter()
-        for transfer in transfers:
-            sent[transfer.kind] += transfer.bytes_sent  # pyright: ignore[reportArgumentType] - bytes may be a fraction
         return cls(
             name=name,
             runs=runs,
             operations=tuple(list_operations(hlo, ())),
-            sent=sent,
+            sent=sum_bytes_sent(transfers),
             sent_to_nodes=sum(map(target.network.bytes_between_nodes, transfers)),
             network_seconds=sum(map(target.network.seconds, transfers)),
             kernels=Counter(_KERNEL.findall(hlo)),

@@ -9,10 +9,11 @@ import re
 from collections.abc import Mapping
 
 from lm_trainer.nn.spec import AttentionSpec
+from lm_trainer.nn.splash_attention import LANES, choose_block_size
 from lm_trainer.profile.hlo import Program, walk_fusion, walk_instructions
 
-KERNEL_BLOCKS: Mapping[str, int] = {"tpu": 512, "gpu": 128}
-"""Platform -> number of positions in a block of queries or keys: of splash attention, and of cuDNN's kernels."""
+_CUDNN_BLOCK = 128
+"""Number of positions in a block of queries or keys of cuDNN's kernels."""
 _SPLASH = re.compile(r"splash_\w*_(fwd|dkv|dq)(?:_|\.|$)")
 _CUDNN = re.compile(r'custom_call_target="__cudnn\$fmha\w*?(Backward)?"')
 _FORWARD, _BACKWARD = "forward", "backward"
@@ -40,6 +41,16 @@ def _kernel(name: str, attributes: str) -> str | None:
     if "tpu_custom_call" in attributes and (match := _SPLASH.search(name)):
         return _FORWARD if match[1] == "fwd" else match[1]
     return None
+
+
+def kernel_block(spec: AttentionSpec, length: int, platform: str) -> int:
+    """Returns the number of positions in a block of queries or keys of the kernel on a platform.
+
+    Rows that no kernel of the platform computes are a single block.
+    """
+    if platform == "tpu" and length % LANES == 0:
+        return choose_block_size(length, spec.scores.block_size)
+    return min(_CUDNN_BLOCK, length) if platform == "gpu" else length
 
 
 def computed_share(spec: AttentionSpec, length: int, block: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from lm_trainer.profile.hlo import (
@@ -56,8 +56,7 @@ class Transfer(NamedTuple):
         if per_node == group:
             return 0.0
         if self.kind in ("all-to-all", "collective-permute"):
-            others = group - per_node
-            return self.num_bytes * (others / group if self.kind == "all-to-all" else 1)
+            return self.num_bytes * ((group - per_node) / group if self.kind == "all-to-all" else 1)
         # A ring of nodes, in which every device passes on its share of what its node has.
         return _SENT[self.kind](self.num_bytes, group) * (1 - per_node / group) / (1 - 1 / group) / per_node
 
@@ -97,8 +96,13 @@ def bytes_sent(hlo: str) -> dict[str, float]:
     Raises:
         ValueError: if the devices of a collective cannot be parsed from its line.
     """
+    return sum_bytes_sent(list_transfers(hlo))
+
+
+def sum_bytes_sent(transfers: Iterable[Transfer]) -> dict[str, float]:
+    """Returns the bytes that each device sends, for each kind of collective."""
     sent: dict[str, float] = {}
-    for transfer in list_transfers(hlo):
+    for transfer in transfers:
         sent[transfer.kind] = sent.get(transfer.kind, 0.0) + transfer.bytes_sent
     return sent
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lm_trainer.profile.collectives import Transfer
-from lm_trainer.profile.devices import NODE, Bandwidths, device_bandwidths, device_platform
+from lm_trainer.profile.devices import NODE, device_bandwidths, device_platform
 
 _CUBE = 4
 """Chips along an axis of a cube of TPU v4 or v5p. An axis of whole cubes is closed into a ring by optical switches."""
@@ -37,7 +37,9 @@ class Network:
             kind: equal to `jax.Device.device_kind`.
             devices: JAX devices, which may be descriptions. TPU chips have `coords`.
         """
-        bandwidths = device_bandwidths(kind) or Bandwidths(0.0, None, "")
+        bandwidths = device_bandwidths(kind)
+        if bandwidths is None:
+            return cls(None)
         coords = [coords for device in devices if (coords := getattr(device, "coords", None)) is not None]
         if device_platform(kind) != "tpu" or not coords:
             return cls(bandwidths.network, bandwidths.between_nodes)

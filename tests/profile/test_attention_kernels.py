@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lm_trainer.nn.spec import AttentionSpec
+from lm_trainer.nn.spec import AttentionSpec, ScoreSpec
 from lm_trainer.plan.programs import ProgramWork, TargetFigures
-from lm_trainer.profile.attention_kernels import computed_share, count_products
+from lm_trainer.profile.attention_kernels import computed_share, count_products, kernel_block
 from lm_trainer.profile.hlo import parse_program
 from lm_trainer.profile.network import Network
 
@@ -54,6 +54,16 @@ def test_blocks_with_a_visible_pair_are_computed(length: int, window: int | None
         for column in range(count)
     )
     assert computed_share(spec, length, block) == pytest.approx(visible / count**2)
+
+
+@pytest.mark.parametrize(
+    ("platform", "length", "size", "block"),
+    [("tpu", 2048, None, 512), ("tpu", 640, None, 128), ("tpu", 2048, 256, 256), ("tpu", 100, None, 100),
+     ("gpu", 2048, None, 128), ("gpu", 64, None, 64), ("cpu", 2048, None, 2048)],
+)  # fmt: skip
+def test_blocks_are_the_ones_that_the_kernel_is_given(platform: str, length: int, size: int | None, block: int) -> None:
+    spec = AttentionSpec(num_heads=2, head_dim=64, scores=ScoreSpec(block_size=size))
+    assert kernel_block(spec, length, platform) == block
 
 
 def test_layers_of_a_kind_count_with_their_own_share() -> None:

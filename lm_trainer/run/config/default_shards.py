@@ -66,6 +66,10 @@ def with_default_shards(trainer: TrainerConfig, tokens_per_row: int) -> TrainerC
     if not follows_from_batch(trainer):
         return trainer
     tokens = min(to_piecewise(trainer.train_batch_size).values) * tokens_per_row
+    limit = default_microbatches(tokens)
+    if largest_shards(trainer, limit) == trainer.elastic_shards:
+        # A copy would resolve the section once more.
+        return trainer
     trainer = trainer.model_copy()
-    set_default_shards(trainer, default_microbatches(tokens))
+    set_default_shards(trainer, limit)
     return trainer

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lm_trainer.core.config import Config
-from lm_trainer.run.config.default_shards import MIN_MICROBATCHES, follows_from_batch, set_default_shards
+from lm_trainer.run.config.default_shards import MIN_MICROBATCHES, follows_from_batch, largest_shards
 
 if TYPE_CHECKING:
     from lm_trainer.run.config.trainer_config import TrainerConfig
@@ -47,9 +47,7 @@ def trainer_with_recorded_keys(trainer: TrainerConfig, recorded: Mapping[str, An
         del values["gather"]
     # Runs that were recorded before the default depended on the number of tokens have at most `MIN_MICROBATCHES`.
     if follows_from_batch(trainer) and "elastic_shards" in recorded:
-        former = trainer.model_copy()
-        set_default_shards(former, recorded["elastic_shards"])
-        values["elastic_shards"] = former.elastic_shards
+        values["elastic_shards"] = largest_shards(trainer, recorded["elastic_shards"])
     return trainer.model_copy(update={k: v for k, v in values.items() if k not in trainer.model_fields_set})
 
 
@@ -90,9 +88,7 @@ def without_newer_defaults(identity: Mapping[str, Any], trainer: TrainerConfig) 
         if getattr(trainer, key) == fields[key].default:
             del recorded[key]
     if follows_from_batch(trainer):
-        former = trainer.model_copy()
-        set_default_shards(former, MIN_MICROBATCHES)
-        recorded["elastic_shards"] = former.elastic_shards
+        recorded["elastic_shards"] = largest_shards(trainer, MIN_MICROBATCHES)
     return {**identity, "trainer": recorded}
 
 

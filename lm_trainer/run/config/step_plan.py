@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,10 @@ class StepPlan:
         counts = [plan.count for plan in self.microbatches.values]
         shape = self.mesh_shape
         return min(counts) * shape.pipeline * shape.context * shape.expert * shape.model
+
+    def compute_shards(self, logical_axis: str, sizes: Mapping[str, int]) -> int:
+        """Returns the number of shards of a logical axis during computation; `sizes` maps mesh axes to devices."""
+        return math.prod(sizes.get(axis, 1) for axis in self.compute_rules.get(logical_axis, ()))
 
     def mesh(self, devices: Sequence[Any]) -> Mesh:
         """Arranges the devices in a mesh. Raises `UserError` like `build_mesh`."""
