@@ -116,6 +116,7 @@ def test_programs_of_the_devices_of_two_processes_have_the_bits_of_one_device() 
     assert digest == other_digest == expected
 
 
+@pytest.mark.slow
 def test_the_host_dispatches_no_more_programs_for_more_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[Counter[str]] = []
     run = Program.__call__
@@ -175,6 +176,7 @@ def test_devices_that_share_unequally_or_together_have_programs_of_their_own(
     assert isinstance(computing(planned(LLAMA, devices, mesh_wide=True, **trainer)), DeviceGroups)
 
 
+@pytest.mark.slow
 def test_routers_keep_programs_of_their_own_devices() -> None:
     """XLA compiles sums of routing otherwise in a program for several devices."""
     expected = trained(planned(MIXTRAL, 1, mesh_wide=False))
