@@ -34,8 +34,8 @@ _LARGEST_BLOCK = 1024
 """Maximum default number of positions of a block. On a TPU v6e, AXLearn measured a kernel a third faster with blocks of
 1024 than with its former default (https://github.com/apple/axlearn/pull/958)."""
 _BLOCKS_OF_ROW = 4
-"""Minimum default number of blocks of a row of at least 2048 positions: with fewer, the kernel skips fewer of the scores
-that the causal mask hides."""
+"""Minimum default number of blocks of a row of at least 2048 positions. With fewer, the kernel skips fewer of the
+scores that the causal mask hides."""
 _COMPUTED_AT_ONCE = 512
 """Maximum number of keys whose scores are computed at once, and also the default size of blocks of shorter rows. The
 vector memory must hold float32 scores of a block of queries and this number of keys, several times."""
@@ -152,8 +152,8 @@ def choose_block_size(spec: AttentionSpec, length: int) -> int:
     """Returns the number of positions of a block of queries or keys.
 
     Args:
-        spec: the attention spec. If it sets no block size, a divisor of `length` is chosen: up to 512, or up to 1024 for
-            long rows without a window, which smaller blocks follow more closely.
+        spec: the attention spec. If it sets no block size, a divisor of `length` is chosen: up to 1024 for long rows,
+            but up to 512 with a window, which smaller blocks follow more closely.
         length: number of positions of a row, a multiple of the lanes.
     """
     if spec.scores.block_size is not None:
