@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lm_trainer.core.jax_internals import cudnn_version
 from lm_trainer.nn.attention_kernel import (
     NO_SECOND_DERIVATIVE,
     AttentionInputs,
@@ -65,14 +66,6 @@ def device_unsupported_reason() -> str | None:
         text = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
         return f"cuDNN {text} has no backward pass for {gpu.device_kind} that repeats its bits, as 9.18.1 has"
     return None
-
-
-def cudnn_version() -> int | None:
-    """Returns the version of cuDNN that JAX uses, such as 91801 for 9.18.1; None without cuDNN."""
-    # JAX has no public function for this.
-    from jax._src.lib import cuda_versions
-
-    return None if cuda_versions is None else int(cuda_versions.cudnn_get_version())
 
 
 def compute(spec: AttentionSpec, inputs: AttentionInputs) -> jax.Array:

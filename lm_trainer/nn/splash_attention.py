@@ -30,7 +30,15 @@ from lm_trainer.parallel.mesh import BATCH_AXES
 _PLATFORMS = ("tpu",)
 LANES = 128
 """Number of lanes of a TPU's vector registers; block sizes are multiples of it."""
-_LARGEST_BLOCK = 512
+_LARGEST_BLOCK = 1024
+"""Maximum default number of positions of a block. On a TPU v6e, AXLearn measured a kernel a third faster with blocks of
+1024 than with its former default (https://github.com/apple/axlearn/pull/958)."""
+_BLOCKS_OF_ROW = 4
+"""Minimum default number of blocks of a row of at least 2048 positions. With fewer, the kernel skips fewer of the
+scores that the causal mask hides."""
+_COMPUTED_AT_ONCE = 512
+"""Maximum number of keys whose scores are computed at once, and also the default size of blocks of shorter rows. The
+vector memory must hold float32 scores of a block of queries and this number of keys, several times."""
 _MAX_PARTS = 4
 """Maximum number of partial gradients of the queries that the backward pass writes, each as large as the gradient."""
 _MAX_KEY_BYTES = 512 * 1024
@@ -115,16 +123,18 @@ def _make_kernel(spec: AttentionSpec, q_BNSH: jax.Array, *, interpret: bool) -> 
     heads, length = q_BNSH.shape[1:3]
     shape, window = (length, length), spec.window
     mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
-    size = choose_block_size(length, spec.scores.block_size)
+    size = choose_block_size(spec, length)
+    computed = _largest_divisor(size, _COMPUTED_AT_ONCE)
     fused_block = _choose_fused_block(length, size, window, spec.head_dim * q_BNSH.dtype.itemsize)
     # A single kernel for all gradients computes five products per block; two separate kernels compute seven.
     separate: dict[str, Any] = {} if fused_block else {"block_q_dq": size, "block_kv_dq": size}
     sizes = splash.BlockSizes(
         block_q=size,
         block_kv=size,
+        block_kv_compute=computed,
         block_q_dkv=size,
         block_kv_dkv=fused_block or size,
-        block_kv_dkv_compute=size,
+        block_kv_dkv_compute=computed,
         use_fused_bwd_kernel=fused_block is not None,
         **separate,
     )
@@ -138,11 +148,25 @@ def _make_kernel(spec: AttentionSpec, q_BNSH: jax.Array, *, interpret: bool) -> 
     return lambda q, k, v, segments: kernel(q, k, v, segment_ids=splash.SegmentIds(segments, segments))
 
 
-def choose_block_size(length: int, size: int | None) -> int:
-    """Returns the positions per block: `size`, or the largest multiple of the lanes up to 512 dividing `length`."""
-    if size is not None:
-        return min(size, length)
-    return next(b for b in range(_LARGEST_BLOCK, 0, -LANES) if length % b == 0)
+def choose_block_size(spec: AttentionSpec, length: int) -> int:
+    """Returns the number of positions of a block of queries or keys.
+
+    Args:
+        spec: the attention spec. If it sets no block size, a divisor of `length` is chosen: up to 1024 for long rows,
+            but up to 512 with a window, which smaller blocks follow more closely.
+        length: number of positions of a row, a multiple of the lanes.
+    """
+    if spec.scores.block_size is not None:
+        return min(spec.scores.block_size, length)
+    limit = _COMPUTED_AT_ONCE
+    if spec.window is None:
+        limit = min(_LARGEST_BLOCK, max(limit, length // _BLOCKS_OF_ROW))
+    return _largest_divisor(length, limit)
+
+
+def _largest_divisor(length: int, limit: int) -> int:
+    """Returns the largest multiple of the lanes up to `limit` that divides `length`."""
+    return next(size for size in range(limit // LANES * LANES, 0, -LANES) if length % size == 0)
 
 
 def _choose_fused_block(length: int, size: int, window: int | None, bytes_of_key: int) -> int | None:

@@ -1,24 +1,19 @@
 """Compiles a program for several sets of devices of this process, with a single compilation if possible.
 
-On a CPU, machine code is compiled for one set of devices and loaded for each of the other sets. JAX has no public API
-for this, so `_DeviceRemapper` extends JAX's unpickler of executables. `tests/parallel/test_compile_per_device.py`
-checks that the unpickler still has the expected structure.
+On a CPU, machine code is compiled for one set of devices and loaded for each of the other sets.
 """
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
 import jax
-import numpy as np
-from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
-from jaxlib import xla_client
 
+from lm_trainer.core.jax_internals import load_on_device_sets
 from lm_trainer.core.jax_types import Device
 from lm_trainer.parallel.processes import is_lead, wait_for_all
 from lm_trainer.parallel.target_platform import compiling_for, target_platform
@@ -51,7 +46,7 @@ def compile_on_each(
     if remaining and platform == "cpu":
         with _without_cache():
             first = compile_on(0)
-        return [first, *_load_on_device_sets(first, device_sets[0], [device_sets[i] for i in remaining])]
+        return [first, *load_on_device_sets(first, device_sets[0], [device_sets[i] for i in remaining])]
     if platform == "tpu" and not all(map(_includes_first_chip, device_sets)):
         with _without_cache(), ThreadPoolExecutor() as pool:
             return [*pool.map(compile_in_thread, range(len(device_sets)))]
@@ -114,33 +109,3 @@ def _set_cache_directory(directory: str | None) -> None:
     jax.config.update("jax_compilation_cache_dir", directory)
     # JAX opens the cache once and then ignores the setting. A reset makes it read the setting a second time.
     compilation_cache.reset_cache()
-
-
-def _load_on_device_sets(
-    compiled: jax.stages.Compiled, devices: Sequence[Device], device_sets: Sequence[Sequence[Device]]
-) -> Iterator[jax.stages.Compiled]:
-    """Loads machine code compiled for `devices` on other device sets, in a fraction of the compilation time."""
-    content, inputs, outputs = serialize_executable.serialize(compiled)
-    for to in device_sets:
-        executable, args_info, no_kwargs = _DeviceRemapper(content, devices, to).load()
-        # Same as `serialize_executable.deserialize_and_load`, which supports only the devices that the code was
-        # compiled for.
-        yield jax.stages.Compiled(executable.load(), [], inputs.unflatten(args_info), outputs, no_kwargs=no_kwargs)
-
-
-class _DeviceRemapper(serialize_executable._JaxPjrtUnpickler):
-    """JAX's unpickler of executables, which finds devices by id. This subclass maps the ids to other devices."""
-
-    def __init__(self, content: bytes, devices: Sequence[Device], to: Sequence[Device]):
-        super().__init__(io.BytesIO(content), to[0].client, list(to))
-        self.devices_by_id = {source.id: target for source, target in zip(devices, to, strict=True)}
-        # The serialized program contains its devices too; without these options, XLA would load it for those devices.
-        self._options = xla_client.CompileOptions()
-        self._options.num_replicas, self._options.num_partitions = 1, len(to)
-        self._options.device_assignment = xla_client.DeviceAssignment.create(np.array([[d.id for d in to]]))
-
-    def persistent_load(self, pid: tuple[object, ...]) -> object:
-        """Resolves persistent ids: `("exec", program)`, `("device", id)` and the like."""
-        if pid[0] == "exec":
-            return self.backend.deserialize_executable(pid[1], self.execution_devices, self._options)
-        return super().persistent_load(pid)

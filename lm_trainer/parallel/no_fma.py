@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from lm_trainer.core.jax_types import PyTree
+from lm_trainer.core.jaxpr import apply_primitive, evaluate_jaxpr
 
 _PRODUCTS = frozenset({"mul", "square", "integer_pow"})
 """Primitives whose last operation is a multiplication."""
@@ -32,35 +33,28 @@ def without_fma(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     def rounded(zero: jax.Array, *args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        results = _evaluate_jaxpr(closed.jaxpr, closed.consts, jax.tree.leaves(args), zero)
+        results = _evaluate_rounded(closed.jaxpr, closed.consts, jax.tree.leaves(args), zero)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return rounded
 
 
-def _evaluate_jaxpr(
+def _evaluate_rounded(
     jaxpr: Jaxpr, consts: Sequence[PyTree], args: Sequence[jax.Array], zero: jax.Array
 ) -> list[jax.Array]:
-    """Interprets a jaxpr equation by equation, like `jax.core.eval_jaxpr`, and rounds products."""
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    """Evaluates a jaxpr, and rounds products."""
 
-    def read(variable: Var | Literal) -> jax.Array:
-        return variable.val if isinstance(variable, Literal) else values[variable]
-
-    for equation in jaxpr.eqns:
-        inputs = [read(variable) for variable in equation.invars]
+    def round_products(equation: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array] | None:
         name, inner = equation.primitive.name, equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
         if name in _CALLS and inner is not None:
             # Calls are inlined, because a product inside a call may be added outside of it. Inlining drops custom
             # gradients, which is harmless: updates are not differentiated.
-            results = _evaluate_jaxpr(inner.jaxpr, inner.consts, inputs, zero)
-        else:
-            outputs = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
-            results = outputs if equation.primitive.multiple_results else [outputs]
+            return _evaluate_rounded(inner.jaxpr, inner.consts, inputs, zero)
         if name in _PRODUCTS:
-            results = [_make_opaque(x, zero) for x in results]
-        values.update(zip(equation.outvars, results, strict=True))
-    return [read(variable) for variable in jaxpr.outvars]
+            return [_make_opaque(x, zero) for x in apply_primitive(equation, inputs)]
+        return None
+
+    return evaluate_jaxpr(jaxpr, consts, args, round_products)
 
 
 def _make_opaque(x: jax.Array, zero: jax.Array) -> jax.Array:

@@ -49,7 +49,7 @@ def kernel_block(spec: AttentionSpec, length: int, platform: str) -> int:
     Rows that no kernel of the platform computes are a single block.
     """
     if platform == "tpu" and length % LANES == 0:
-        return choose_block_size(length, spec.scores.block_size)
+        return choose_block_size(spec, length)
     return min(_CUDNN_BLOCK, length) if platform == "gpu" else length
 
 

@@ -42,23 +42,24 @@ def operands(spec: AttentionSpec, dtype: Any, length: int = S) -> list[jax.Array
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("spec", "dtype", "tolerance"),
+    ("spec", "dtype", "length", "tolerance"),
     [
-        (AttentionSpec(4, 64, num_kv_heads=2, window=70, scores=ScoreSpec(softcap=3.0)), jnp.float32, 3e-6),
-        (AttentionSpec(2, 128, num_kv_heads=1, scores=ScoreSpec(block_size=128)), jnp.bfloat16, 1e-2),
-        (AttentionSpec(2, 8, num_kv_heads=1, scores=ScoreSpec(block_size=128)), jnp.float32, 3e-6),
-        (AttentionSpec(1, 8, window=200, scores=ScoreSpec(block_size=128)), jnp.float32, 3e-6),
+        (AttentionSpec(4, 64, num_kv_heads=2, window=70, scores=ScoreSpec(softcap=3.0)), jnp.float32, S, 3e-6),
+        (AttentionSpec(2, 128, num_kv_heads=1, scores=ScoreSpec(block_size=128)), jnp.bfloat16, S, 1e-2),
+        # Six blocks are more than the parts of a gradient that one kernel writes.
+        (AttentionSpec(2, 8, num_kv_heads=1, scores=ScoreSpec(block_size=128)), jnp.float32, 3 * S, 3e-6),
+        (AttentionSpec(1, 8, window=200, scores=ScoreSpec(block_size=128)), jnp.float32, 3 * S, 3e-6),
+        (AttentionSpec(1, 8, scores=ScoreSpec(block_size=768)), jnp.float32, 6 * S, 3e-6),
     ],
     ids=[
         "window, softcap, groups, narrow heads",
         "one head of keys, blocks, bfloat16",
-        "more keys in a block than are computed at once",
+        "more keys in a block of the gradient than of queries",
         "a kernel for each gradient",
+        "more keys in a block than are computed at once",
     ],
 )
-def test_splash_has_the_values_and_gradients_of_xla(spec, dtype, tolerance):
-    # Narrow heads have six blocks, which are more than the parts of a gradient that one kernel writes.
-    length = 3 * S if spec.head_dim == 8 else S
+def test_splash_has_the_values_and_gradients_of_xla(spec, dtype, length, tolerance):
     segments = jnp.asarray(np.tile(SEGMENTS, (1, length // S)))
 
     def results(attention: AttentionFn) -> Any:

@@ -1,9 +1,7 @@
-"""One compiled program on several sets of devices, and the private parts of JAX that this rests on."""
+"""One compiled program on several sets of devices."""
 
 from __future__ import annotations
 
-import inspect
-import io
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import SingleDeviceSharding
 
@@ -20,45 +17,6 @@ from lm_trainer.parallel import compile_per_device
 from lm_trainer.parallel.compile_per_device import compile_on_each, disable_cache_for
 
 pytestmark = pytest.mark.optimised
-
-UNKNOWN = (
-    f"lm_trainer/parallel/compile_per_device.py uses private parts of JAX, and jax {jax.__version__} has changed one: "
-    "read jax.experimental.serialize_executable again and adapt `_DeviceRemapper` and `_load_on_device_sets`, or do "
-    "not allow this version in pyproject.toml. What changed: "
-)
-
-
-def parameters(function: Any) -> list[str]:
-    return list(inspect.signature(function).parameters)
-
-
-def test_the_private_parts_of_jax_have_the_shape_that_is_relied_on() -> None:
-    unpickler = getattr(serialize_executable, "_JaxPjrtUnpickler", None)
-    assert unpickler is not None, UNKNOWN + "_JaxPjrtUnpickler is gone"
-    assert parameters(unpickler.__init__) == ["self", "file", "backend", "execution_devices"], UNKNOWN + "__init__"
-    assert parameters(unpickler.persistent_load) == ["self", "pid"], UNKNOWN + "persistent_load"
-    device = jax.devices()[1]
-    instance = unpickler(io.BytesIO(b""), device.client, [device])
-    for name in ("backend", "devices_by_id", "execution_devices"):
-        assert hasattr(instance, name), UNKNOWN + f"unpicklers have no {name}"
-    assert instance.devices_by_id == {device.id: device}, UNKNOWN + "devices are not looked up by id"
-    assert callable(device.client.deserialize_executable), UNKNOWN + "deserialize_executable"
-    arguments = ["self", "executable", "const_args", "args_info", "out_tree", "no_kwargs"]
-    assert parameters(jax.stages.Compiled.__init__)[:6] == arguments, UNKNOWN + "jax.stages.Compiled"
-
-
-def test_executables_are_pickled_with_ids_that_are_resolved_on_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = []
-    load = compile_per_device._DeviceRemapper.persistent_load
-
-    def noted(self: Any, pid: tuple[Any, ...]) -> Any:
-        kinds.append(pid[0])
-        return load(self, pid)
-
-    monkeypatch.setattr(compile_per_device._DeviceRemapper, "persistent_load", noted)
-    compile_on_devices(2)
-    assert "exec" in kinds, UNKNOWN + "the program is not under the id 'exec'"
-    assert {*kinds} <= {"exec", "device", "client"}, UNKNOWN + f"ids {sorted({*kinds})}"
 
 
 def compile_on_devices(count: int) -> tuple[list[jax.stages.Compiled], list[int]]:

@@ -58,12 +58,17 @@ def test_blocks_with_a_visible_pair_are_computed(length: int, window: int | None
 
 @pytest.mark.parametrize(
     ("platform", "length", "size", "block"),
-    [("tpu", 2048, None, 512), ("tpu", 640, None, 128), ("tpu", 2048, 256, 256), ("tpu", 100, None, 100),
+    [("tpu", 2048, None, 512), ("tpu", 640, None, 128), ("tpu", 3072, None, 768),
+     ("tpu", 4096, None, 1024), ("tpu", 32768, None, 1024), ("tpu", 2048, 256, 256), ("tpu", 100, None, 100),
      ("gpu", 2048, None, 128), ("gpu", 64, None, 64), ("cpu", 2048, None, 2048)],
 )  # fmt: skip
 def test_blocks_are_the_ones_that_the_kernel_is_given(platform: str, length: int, size: int | None, block: int) -> None:
     spec = AttentionSpec(num_heads=2, head_dim=64, scores=ScoreSpec(block_size=size))
     assert kernel_block(spec, length, platform) == block
+
+
+def test_blocks_of_a_window_are_small() -> None:
+    assert kernel_block(AttentionSpec(num_heads=2, head_dim=64, window=1024), 8192, "tpu") == 512
 
 
 def test_layers_of_a_kind_count_with_their_own_share() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+from typing import Any
 
 import jax
-from jaxlib.mlir import ir
+
+from lm_trainer.core.jax_internals import configure_custom_calls
 
 _OPTIONS: dict[str, dict[str, str | bool]] = {"gpu": {"xla_gpu_exclude_nondeterministic_ops": True}}
 """Platform -> compiler options. On GPUs, the gradients of embeddings and of cuDNN attention would otherwise be added by
@@ -29,22 +30,9 @@ def ask_for_fixed_order(lowered: jax.stages.Lowered) -> None:
     0.11.2 on an H100, by `IndexError: absl::container_internal::raw_hash_map<>::at`.
     """
 
-    def visit(operation: ir.Operation) -> ir.WalkResult:
-        if operation.name == "stablehlo.custom_call":
-            name = ir.StringAttr(operation.attributes["call_target_name"]).value
-            if name.startswith(_ATTENTION) and name.endswith(_BACKWARD):
-                _force_determinism(operation)
-        return ir.WalkResult.ADVANCE
+    def force_determinism(config: dict[str, Any]) -> None:
+        config["cudnn_fmha_backend_config"]["force_deterministic"] = True
 
-    module = lowered.compiler_ir("stablehlo")
-    assert isinstance(module, ir.Module)
-    # This module is the one that will be compiled, not a copy of it.
-    module.operation.walk(visit)
-
-
-def _force_determinism(operation: ir.Operation) -> None:
-    key = next(key for key in ("backend_config", "mhlo.backend_config") if key in operation.attributes)
-    config = json.loads(ir.StringAttr(operation.attributes[key]).value)
-    config["cudnn_fmha_backend_config"]["force_deterministic"] = True
-    with operation.context:
-        operation.attributes[key] = ir.StringAttr.get(json.dumps(config))
+    configure_custom_calls(
+        lowered, lambda target: target.startswith(_ATTENTION) and target.endswith(_BACKWARD), force_determinism
+    )

@@ -7,19 +7,19 @@ enclosing loops and rematerialised parts. This happens before differentiation, s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.jax_types import PyTree
+from lm_trainer.core.jaxpr import evaluate_jaxpr
 from lm_trainer.nn.log import Entry, collecting_logs, log_p
 
 if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, Var
+    from jax.extend.core import ClosedJaxpr
 
 Losses = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
 """Results of a `LossFn`."""
@@ -136,33 +136,22 @@ def _find_entries(jaxpr: Jaxpr) -> Iterator[Entry]:
 def _evaluate_jaxpr(
     jaxpr: Jaxpr, consts: Sequence[PyTree], args: Sequence[jax.Array]
 ) -> tuple[list[jax.Array], LoggedValues]:
-    """Evaluates a jaxpr like `jax.core.eval_jaxpr`. Returns its results and its logged values."""
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    """Evaluates a jaxpr. Returns its results and its logged values."""
     logged: dict[Entry, list[jax.Array]] = {}
 
-    def read(variable: Var | Literal) -> jax.Array:
-        return variable.val if isinstance(variable, Literal) else values[variable]
-
-    for equation in jaxpr.eqns:
-        inputs = [read(variable) for variable in equation.invars]
+    def collect(equation: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array] | None:
         if equation.primitive is log_p:
             logged.setdefault(equation.params["entry"], []).append(inputs[0][None])
-            continue
-        with ExitStack() as stack:
-            stack.enter_context(equation.ctx.manager)
-            if scope := str(equation.source_info.name_stack):
-                stack.enter_context(jax.named_scope(scope))
-            if _contains_log(equation):
-                results, inner = _find_handler(equation)(equation, inputs)
-                for entry, more in inner.items():
-                    logged.setdefault(entry, []).append(more)
-            else:
-                results = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
-                results = results if equation.primitive.multiple_results else [results]
-        values.update(zip(equation.outvars, results, strict=True))
-    return [read(variable) for variable in jaxpr.outvars], {
-        entry: jnp.concatenate(parts) if len(parts) > 1 else parts[0] for entry, parts in logged.items()
-    }
+            return []
+        if not _contains_log(equation):
+            return None
+        results, inner = _find_handler(equation)(equation, inputs)
+        for entry, values in inner.items():
+            logged.setdefault(entry, []).append(values)
+        return results
+
+    results = evaluate_jaxpr(jaxpr, consts, args, collect)
+    return results, {entry: jnp.concatenate(parts) if len(parts) > 1 else parts[0] for entry, parts in logged.items()}
 
 
 def _find_handler(equation: JaxprEqn) -> Handler:

@@ -1,0 +1,84 @@
+"""All that this package uses of JAX that is not public, and that a release of JAX may therefore change.
+
+`tests/core/test_jax_internals.py` checks each part by name, and that no other module imports a private one.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import serialize_executable
+from jaxlib import xla_client
+from jaxlib.mlir import ir
+
+from lm_trainer.core.jax_types import Device
+
+
+def cudnn_version() -> int | None:
+    """Returns the version of cuDNN that JAX uses, such as 91801 for 9.18.1; None without cuDNN."""
+    from jax._src.lib import cuda_versions
+
+    return None if cuda_versions is None else int(cuda_versions.cudnn_get_version())
+
+
+def load_on_device_sets(
+    compiled: jax.stages.Compiled, devices: Sequence[Device], device_sets: Sequence[Sequence[Device]]
+) -> Iterator[jax.stages.Compiled]:
+    """Loads machine code compiled for `devices` on other device sets, in a fraction of the compilation time."""
+    content, inputs, outputs = serialize_executable.serialize(compiled)
+    for to in device_sets:
+        executable, args_info, no_kwargs = _DeviceRemapper(content, devices, to).load()
+        # Same as `serialize_executable.deserialize_and_load`, which supports only the devices that the code was
+        # compiled for.
+        yield jax.stages.Compiled(executable.load(), [], inputs.unflatten(args_info), outputs, no_kwargs=no_kwargs)
+
+
+class _DeviceRemapper(serialize_executable._JaxPjrtUnpickler):
+    """JAX's unpickler of executables, which finds devices by id. This subclass maps the ids to other devices."""
+
+    def __init__(self, content: bytes, devices: Sequence[Device], to: Sequence[Device]):
+        super().__init__(io.BytesIO(content), to[0].client, list(to))
+        self.devices_by_id = {source.id: target for source, target in zip(devices, to, strict=True)}
+        # The serialized program contains its devices too; without these options, XLA would load it for those devices.
+        self._options = xla_client.CompileOptions()
+        self._options.num_replicas, self._options.num_partitions = 1, len(to)
+        self._options.device_assignment = xla_client.DeviceAssignment.create(np.array([[d.id for d in to]]))
+
+    def persistent_load(self, pid: tuple[object, ...]) -> object:
+        """Resolves persistent ids: `("exec", program)`, `("device", id)` and the like."""
+        if pid[0] == "exec":
+            return self.backend.deserialize_executable(pid[1], self.execution_devices, self._options)
+        return super().persistent_load(pid)
+
+
+def configure_custom_calls(
+    lowered: jax.stages.Lowered, selected: Callable[[str], bool], configure: Callable[[dict[str, Any]], None]
+) -> None:
+    """Changes the configuration of custom calls in a program that is not compiled yet.
+
+    Args:
+        lowered: the program, which is changed in place.
+        selected: returns true for the targets of the calls to change.
+        configure: changes the configuration of a call, a JSON object.
+    """
+
+    def visit(operation: ir.Operation) -> ir.WalkResult:
+        if operation.name == "stablehlo.custom_call":
+            target = ir.StringAttr(operation.attributes["call_target_name"]).value
+            if selected(target):
+                key = next(key for key in ("backend_config", "mhlo.backend_config") if key in operation.attributes)
+                config = json.loads(ir.StringAttr(operation.attributes[key]).value)
+                configure(config)
+                with operation.context:
+                    operation.attributes[key] = ir.StringAttr.get(json.dumps(config))
+        return ir.WalkResult.ADVANCE
+
+    module = lowered.compiler_ir("stablehlo")
+    assert isinstance(module, ir.Module)
+    # This module is the one that will be compiled, not a copy of it.
+    module.operation.walk(visit)

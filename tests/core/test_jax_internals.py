@@ -1,0 +1,72 @@
+"""The private parts of JAX that are used, each by its name, and the one module that uses them."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import serialize_executable
+from jax.sharding import SingleDeviceSharding
+
+from lm_trainer.core import jax_internals
+from lm_trainer.parallel import compile_per_device
+
+pytestmark = pytest.mark.optimised
+
+ROOT = Path(__file__).parents[2]
+PRIVATE = re.compile(r"^\s*(?:from|import) (?:jax\._src|jaxlib)\b|\bserialize_executable\._", re.MULTILINE)
+
+UNKNOWN = (
+    f"lm_trainer/core/jax_internals.py uses private parts of JAX, and jax {jax.__version__} has changed one: "
+    "read jax.experimental.serialize_executable again and adapt `_DeviceRemapper` and `load_on_device_sets`, or do "
+    "not allow this version in pyproject.toml. What changed: "
+)
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_the_private_parts_of_jax_have_the_shape_that_is_relied_on() -> None:
+    unpickler = getattr(serialize_executable, "_JaxPjrtUnpickler", None)
+    assert unpickler is not None, UNKNOWN + "_JaxPjrtUnpickler is gone"
+    assert parameters(unpickler.__init__) == ["self", "file", "backend", "execution_devices"], UNKNOWN + "__init__"
+    assert parameters(unpickler.persistent_load) == ["self", "pid"], UNKNOWN + "persistent_load"
+    device = jax.devices()[1]
+    instance = unpickler(io.BytesIO(b""), device.client, [device])
+    for name in ("backend", "devices_by_id", "execution_devices"):
+        assert hasattr(instance, name), UNKNOWN + f"unpicklers have no {name}"
+    assert instance.devices_by_id == {device.id: device}, UNKNOWN + "devices are not looked up by id"
+    assert callable(device.client.deserialize_executable), UNKNOWN + "deserialize_executable"
+    arguments = ["self", "executable", "const_args", "args_info", "out_tree", "no_kwargs"]
+    assert parameters(jax.stages.Compiled.__init__)[:6] == arguments, UNKNOWN + "jax.stages.Compiled"
+
+
+def test_executables_are_pickled_with_ids_that_are_resolved_on_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = []
+    load = jax_internals._DeviceRemapper.persistent_load
+
+    def noted(self: Any, pid: tuple[Any, ...]) -> Any:
+        kinds.append(pid[0])
+        return load(self, pid)
+
+    monkeypatch.setattr(jax_internals._DeviceRemapper, "persistent_load", noted)
+    devices = jax.devices()[:2]
+    shape = jax.ShapeDtypeStruct((4,), np.float32, sharding=SingleDeviceSharding(devices[0]))
+    with compile_per_device._without_cache():
+        compiled = jax.jit(lambda x: 2 * x).lower(shape).compile()
+    list(jax_internals.load_on_device_sets(compiled, devices[:1], [devices[1:]]))
+    assert "exec" in kinds, UNKNOWN + "the program is not under the id 'exec'"
+    assert {*kinds} <= {"exec", "device", "client"}, UNKNOWN + f"ids {sorted({*kinds})}"
+
+
+def test_one_module_imports_private_parts_of_jax() -> None:
+    sources = [*ROOT.glob("lm_trainer/**/*.py"), *ROOT.glob("cli/**/*.py")]
+    users = {str(source.relative_to(ROOT)) for source in sources if PRIVATE.search(source.read_text())}
+    assert users == {"lm_trainer/core/jax_internals.py"}
