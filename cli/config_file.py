@@ -37,6 +37,11 @@ def find_source_file(ctx: typer.Context, requested: Path) -> Path:
     return file
 
 
+def is_shipped(file: Path) -> bool:
+    """Returns True for a configuration of an installed package, whose path is different on every machine."""
+    return file.absolute().parent.name == "_configs" and file.absolute().is_relative_to(_source_directory())
+
+
 def _is_bare(path: Path) -> bool:
     """Returns True for a name without directories that is not an option."""
     return len(path.parts) == 1 and path.name not in ("", "..") and not path.name.startswith("-")
@@ -44,11 +49,15 @@ def _is_bare(path: Path) -> bool:
 
 def _search_directories() -> list[Path]:
     """Lists the directories to search, in order. Includes the source tree only if the program runs from it."""
-    source = Path(__file__).resolve().parents[1]
+    source = _source_directory()
     # Next to this package: `configs` in the source tree, or `_configs` if the package is installed.
     source_configs = source / ("configs" if (source / "pyproject.toml").is_file() else "_configs")
     shipped = [source_configs] if source_configs.is_dir() else []
     return [Path(), Path("configs"), *(path for path in shipped if path != Path("configs").resolve())]
+
+
+def _source_directory() -> Path:
+    return Path(__file__).resolve().parents[1]
 
 
 def _describe_search() -> str:

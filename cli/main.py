@@ -14,6 +14,7 @@ from cli import (
     diff,
     eval,
     generate,
+    golden,
     help_text,
     hf,
     ladder,
@@ -104,6 +105,7 @@ app.command(context_settings=OVERRIDES)(plan.plan)
 app.command(context_settings=OVERRIDES)(verify.verify)
 app.command(context_settings=OVERRIDES)(replay.replay)
 app.command()(diff.diff)
+app.add_typer(golden.app, name="golden")
 app.command("eval", context_settings=OVERRIDES)(eval.evaluate)
 app.command()(report.report)
 app.command()(tokens.tokens)

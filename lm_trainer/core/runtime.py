@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import difflib
 import os
+import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from lm_trainer.core.xla_flags import set_gpu_flags
 
 # Constants of glibc's malloc.h that Python does not have.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_VECTOR_INSTRUCTIONS = ("avx512f", "avx2", "avx", "sve", "asimd")
+"""Names of vector instructions in /proc/cpuinfo, the widest of an architecture first."""
 COMPILATION_CACHES = ("gs", "s3")
 """URL schemes that are accepted for the compilation cache directory."""
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
@@ -109,6 +112,22 @@ def cpu_threads() -> int | None:
     if jax.default_backend() != "cpu":
         return None
     return max(_threads_from_environment() or available_cores(), jax.local_device_count())
+
+
+def cpu_instructions() -> str | None:
+    """Returns the architecture of the CPU with its widest vector instructions, such as `x86_64 avx512f`.
+
+    Kernels for other vector instructions may round differently. None on other devices. Starts the backends of jax.
+    """
+    import jax
+
+    if jax.default_backend() != "cpu":
+        return None
+    try:
+        words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
+    except OSError:  # not Linux
+        words = set[str]()
+    return " ".join([platform.machine(), *[name for name in _VECTOR_INSTRUCTIONS if name in words][:1]])
 
 
 def _threads_from_environment() -> int | None:

@@ -116,6 +116,21 @@ def open_rerun(record: RunRecord, start: int, *, overrides: Sequence[str] = (), 
             yield Rerun(run, start, chain)
 
 
+@contextlib.contextmanager
+def open_first_steps(config: RunConfig, *, progress: Progress) -> Iterator[Rerun]:
+    """Starts a new run of a configuration in a temporary directory, which is removed at the end.
+
+    Uses the devices of this machine, and the configuration's cache of tokenised text.
+
+    Raises:
+        UserError: if the data or the initial weights cannot be read, or the configuration does not fit the devices.
+    """
+    with tempfile.TemporaryDirectory(prefix="lmt-") as scratch:
+        isolated = _isolate_config(config, Path(scratch), "first-steps")
+        with prepare_run(isolated, name="first-steps", progress=progress) as run:
+            yield Rerun(run, 0, "")
+
+
 def configure_as_recorded(record: RunRecord, trainer: TrainerConfig, step: int) -> None:
     """Configures JAX as in the attempt that computed `step`.
 

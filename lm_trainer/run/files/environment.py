@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lm_trainer.core.runtime import available_cores, cpu_threads
+from lm_trainer.core.runtime import available_cores, cpu_instructions, cpu_threads
 from lm_trainer.run.config.trainer_config import TrainerConfig
 
 _RELEVANT_PACKAGES = re.compile(r"jax|nvidia-|libtpu|flax$|optax$|numpy$|ml.dtypes$|qwix$|tokenizers$|lm.trainer$")
@@ -33,13 +33,34 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": dict(_list_packages()),
-        "git": _git_commit(),
-        "code": _code_hash(),
+        **describe_code(),
         "devices": [d.device_kind for d in jax.devices()],
         "processes": jax.process_count(),
         "cores": available_cores(),
         "cpu_threads": cpu_threads(),
+        "instructions": cpu_instructions(),
     }
+
+
+def describe_numeric_environment() -> dict[str, Any]:
+    """Returns the part of `describe_environment` that may affect exact results, without the code and its commit.
+
+    The kinds of devices are listed once, so the result does not depend on the number of devices.
+    """
+    environment = describe_environment()
+    packages = {name: version for name, version in environment["packages"].items() if _RELEVANT_PACKAGES.match(name)}
+    return {
+        "python": environment["python"],
+        "devices": sorted({*environment["devices"]}),
+        "cpu_threads": environment["cpu_threads"],
+        "instructions": environment["instructions"],
+        "packages": packages,
+    }
+
+
+def describe_code() -> dict[str, str | None]:
+    """Returns the commit of this code (`git`, None outside of a checkout) and a hash of its source files (`code`)."""
+    return {"git": _git_commit(), "code": _code_hash()}
 
 
 def num_cpu_threads_for_rerun(trainer: TrainerConfig, attempt: Mapping[str, Any]) -> int | None:
@@ -132,7 +153,7 @@ def environment_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> l
     """
     changes = [
         f"{key}: {old[key]} -> {new[key]}"
-        for key in ("code", "git", "python", "cpu_threads")
+        for key in ("code", "git", "python", "cpu_threads", "instructions")
         if _differs(old, new, key)
     ]
     kinds = [sorted({*attempt.get("devices", ())}) for attempt in (old, new)]
