@@ -64,7 +64,7 @@ def record(
     Examples:
         lmt golden record configs/gpt2_nano.yaml --steps 20 --devices 1,2,4
 
-        lmt golden record my.yaml trainer.train_batch_size=16 -o tests/my.golden.json
+        lmt golden record my.yaml trainer.train_batch_size=16 -o golden/my.json
     """
     counts = _parse_devices(devices)
     run = load_run_config(ctx, config, overrides)
@@ -108,9 +108,7 @@ def record(
     if as_json:
         _print_json({"file": str(file), "steps": steps, "devices": counts, "equal": True, "fingerprint": fingerprint})
     else:
-        clean.echo(
-            f"wrote {file}: fingerprint {fingerprint}, {size / 1000:.3g} kB; check with `lmt golden check {file}`"
-        )
+        clean.echo(f"wrote {file}: {size / 1000:.3g} kB, fingerprint {fingerprint} at step {steps}")
 
 
 @app.command(context_settings=OVERRIDES)
@@ -137,7 +135,7 @@ def check(
     Examples:
         lmt golden check gpt2_nano.golden.json
 
-        lmt golden check tests/my.golden.json --devices 1,8 --json
+        lmt golden check golden/my.json --devices 1,8 --json
     """
     import sys
 
@@ -243,14 +241,17 @@ def _difference_lines(difference: "StepDifference", devices: int) -> list[str]:
         lines.append(f"also different at this step: {', '.join(difference.others)}")
     if difference.parameters:
         more = f" and {len(difference.parameters) - _NAMED} more" if len(difference.parameters) > _NAMED else ""
-        lines.append(f"parameters that differ after it: {', '.join(difference.parameters[:_NAMED])}{more}")
+        lines.append(f"parameters that differ after this step: {', '.join(difference.parameters[:_NAMED])}{more}")
     return lines
 
 
 def _describe_equal_part(difference: "StepDifference") -> str:
-    earlier = f"steps 1 to {difference.step - 1}" if difference.step > 2 else "step 1" if difference.step == 2 else ""
-    rows = "" if difference.quantity == "batch" else f"the rows of step {difference.step}"
-    return ", ".join(filter(None, ("the initial weights", earlier, rows)))
+    earlier = ["the initial weights"]
+    if difference.step > 1:
+        earlier.append(f"steps 1 to {difference.step - 1}" if difference.step > 2 else "step 1")
+    if difference.equal:
+        earlier.append(f"and in step {difference.step} {', '.join(difference.equal)}")
+    return ", ".join(earlier)
 
 
 def _describe_code(golden: "Golden", checked: "CheckedDevices") -> list[str]:

@@ -14,7 +14,9 @@ from typing import Any
 
 import jax
 import pytest
+import typer
 
+from cli.main import app
 from lm_trainer.data.sources import AnySource
 from lm_trainer.models import AnyModel, Gpt2Config
 from lm_trainer.optim import AnyOptimizer, OptimizerConfig, Param
@@ -24,7 +26,8 @@ from lm_trainer.trackers import AnyTracker
 from tests.conftest import ROOT, users_environment
 
 CHOOSE = ROOT / "docs/how-to/choose-an-optimizer.md"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+AGENTS = ROOT / "AGENTS.md"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", AGENTS, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def types(union: Any) -> list[str]:
@@ -141,6 +144,18 @@ def resolves(name: str) -> bool:
                 resolved = getattr(resolved, part)
             return True
     return False
+
+
+def test_the_page_for_agents_lists_the_commands_without_json() -> None:
+    def without_json(command: Any, path: str) -> set[str]:
+        commands: dict[str, Any] = getattr(command, "commands", {})
+        if commands:
+            return set[str]().union(*(without_json(c, f"{path} {name}") for name, c in commands.items()))
+        return set() if any("--json" in parameter.opts for parameter in command.params) else {path}
+
+    rows = AGENTS.read_text(encoding="utf-8").partition("| command | read instead |")[2].splitlines()
+    listed = {name for row in rows if row for name in re.findall(r"`(lmt [\w -]+)`", row.split(" | ")[0])}
+    assert listed == without_json(typer.main.get_command(app), "lmt")
 
 
 def test_the_architecture_names_every_wing() -> None:

@@ -16,6 +16,7 @@ from cli.main import app
 from docs.generate import fill
 from docs.generate.configuration import PAGES, configuration
 from docs.generate.features import features
+from docs.generate.llms import llms_text
 from lm_trainer.config.loader import load
 from lm_trainer.models import MODEL_CONFIGS
 from lm_trainer.run.config.run_config import RunConfig
@@ -30,6 +31,14 @@ def test_every_page_is_in_the_navigation() -> None:
     listed = re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     assert sorted(listed) == sorted(pages)
+
+
+def test_the_index_for_language_models_is_current_and_its_links_lead_somewhere() -> None:
+    text = (DOCS / "llms.txt").read_text(encoding="utf-8")
+    assert text == llms_text(), "write it again with `python -m docs.generate.llms`"
+    pages = {path.relative_to(DOCS).with_suffix(".html").as_posix() for path in DOCS.rglob("*.md")}
+    assert {*re.findall(r"\]\(([^)]+)\)", text)} == pages
+    assert text.startswith("# lm_trainer\n\n> ")
 
 
 def test_every_picture_is_there_for_light_and_dark_pages() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -81,29 +81,32 @@ class StepDifference:
     """Name of the first quantity that differs: `batch`, a metric, `weights` or `state`."""
     recorded: Any
     now: Any
-    others: list[str] = field(default_factory=list)
+    equal: list[str]
+    """Names of the quantities that the step computes before this one, all of which are equal."""
+    others: list[str]
     """Names of further quantities that differ at this step."""
-    parameters: list[str] = field(default_factory=list)
+    parameters: list[str]
     """Names of the parameters that differ after this step."""
 
 
 def compare_steps(recorded: StepRecord, now: StepRecord) -> StepDifference | None:
     """Compares the results of a step; None if all bits are equal."""
-    names = [
-        name
-        for name, value in recorded.values.items()
-        if name in now.values and not is_bitwise_equal(value, now.values[name])
-    ]
+    common = [name for name in recorded.values if name in now.values and name not in (STATE, "fingerprint")]
+    # The order in which a step computes them. The fingerprint differs exactly if another quantity does.
+    order = [*common, WEIGHTS, *(name for name in (STATE,) if name in recorded.values and name in now.values)]
     parameters = find_differing_parameters(recorded.weights, now.weights)
-    order = [BATCH, *(name for name in names if name not in (BATCH, STATE, "fingerprint")), WEIGHTS, STATE]
-    differing = [name for name in order if name in names or (name == WEIGHTS and parameters)]
+    differing = [
+        name
+        for name in order
+        if (parameters if name == WEIGHTS else not is_bitwise_equal(recorded.values[name], now.values[name]))
+    ]
     if not differing:
         return None
     first, *others = differing
     old, new = recorded.values.get(first), now.values.get(first)
     if first == WEIGHTS:
         old, new = (weights.get(parameters[0]) for weights in (recorded.weights, now.weights))
-    return StepDifference(recorded.step, first, old, new, others, parameters)
+    return StepDifference(recorded.step, first, old, new, order[: order.index(first)], others, parameters)
 
 
 def find_differing_parameters(recorded: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -73,20 +73,19 @@ def configure_devices(config: RunConfig, devices: Sequence[int], cpu_threads: in
         raise UserError(
             f"trainer.num_train_steps is {trainer.num_train_steps}, fewer than the {steps} steps to compute"
         )
-    most = max(devices)
+    largest = max(devices)
     settings = dict(trainer.jax_config)
     # JAX refuses the setting once its devices exist, so it is not made if the environment emulates enough of them.
     emulated = _EMULATED.search(os.environ.get("XLA_FLAGS", ""))
-    if emulated is None or int(emulated[1]) < most:
-        settings["jax_num_cpu_devices"] = most
+    if emulated is None or int(emulated[1]) < largest:
+        settings["jax_num_cpu_devices"] = largest
     # A single thread uses other kernels than all other numbers of threads.
-    threads = trainer.cpu_threads or cpu_threads or max(2, most)
+    threads = trainer.cpu_threads or cpu_threads or max(2, largest)
     trainer = trainer.model_copy(update={"jax_config": settings, "cpu_threads": threads})
     configure_jax(settings, trainer.jax_compilation_cache_dir, threads)
-    if len(jax.devices()) < most:
-        raise UserError(
-            f"--devices: {most} are asked for, and there are {len(jax.devices())} x {jax.devices()[0].device_kind} here"
-        )
+    available = jax.devices()
+    if len(available) < largest:
+        raise UserError(f"--devices {largest}: there are only {len(available)} x {available[0].device_kind} here")
     for count in devices:
         check_devices(trainer.model_copy(update={"max_devices": count}))
     return config.model_copy(update={"trainer": trainer})
