@@ -9,6 +9,7 @@ from cli import clean
 from cli.common import (
     OVERRIDES,
     ConfigArgument,
+    JsonOption,
     OverridesArgument,
     load_resolved_config,
     load_run_config,
@@ -205,8 +206,14 @@ def diff(
         str | None, path_argument(metavar="B", help="The configuration to compare with A.", show_default=False)
     ] = None,
     overrides: OverridesArgument = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Print the keys in which A differs from the defaults, or B from A; overrides apply to the last configuration."""
+    """Print the keys in which A differs from the defaults, or B from A; overrides apply to the last configuration.
+
+    With --json, values are YAML, as in the text.
+    """
+    import json
+
     from lm_trainer.config.diff import differences, differences_from_defaults
 
     settings = list(overrides or [])
@@ -218,6 +225,9 @@ def diff(
     else:
         old = load_run_config(ctx, _resolve_config_file(ctx, a), [])
         changes = differences(old, load_run_config(ctx, _resolve_config_file(ctx, Path(b)), settings))
+    if as_json:
+        clean.echo(json.dumps({"differences": [difference._asdict() for difference in changes]}))
+        return
     for difference in changes:
         clean.echo(str(difference))
     if not changes:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,7 @@ from cli.common import (
     OVERRIDES,
     CharsOption,
     ConfigArgument,
+    JsonOption,
     OverridesArgument,
     load_resolved_config,
     load_run_config,
@@ -22,7 +23,7 @@ from lm_trainer.core.files import expand_home
 
 if TYPE_CHECKING:
     from lm_trainer.data.cache.kvstore import KvStore
-    from lm_trainer.data.inspect import CacheStatus
+    from lm_trainer.data.inspect import CacheStats, CacheStatus
     from lm_trainer.data.tokenizer import TokenizerConfig, TrainedBpe
 
 app = typer.Typer(no_args_is_help=True, help="Build caches of tokenised text ahead of training, and inspect them.")
@@ -81,14 +82,20 @@ def build(
 
 
 @app.command(context_settings=OVERRIDES)
-def status(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+def status(
+    ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgument = None, as_json: JsonOption = False
+) -> None:
     """Show the progress of each cache, and whether it still matches the configuration."""
+    import json
+
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.data import inspect as report
 
     caches = report.cache_statuses(run.data)
-    for cache in caches:
-        clean.echo(str(cache))
+    if as_json:
+        clean.echo(json.dumps({"caches": [cache.as_dict() for cache in caches]}))
+    else:
+        clean.echo("\n".join(map(str, caches)))
     _refuse_mismatched_caches(caches)
 
 
@@ -177,8 +184,12 @@ def inspect(
 
 
 @app.command(context_settings=OVERRIDES)
-def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+def stats(
+    ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgument = None, as_json: JsonOption = False
+) -> None:
     """Print the number of documents and tokens, document lengths, and how well they pack into rows."""
+    import json
+
     run = load_resolved_config(ctx, config, overrides)
     from lm_trainer.data import inspect as report
     from lm_trainer.data.cache.kvstore import KvStore
@@ -187,27 +198,37 @@ def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgume
     run.data.require_documents()
     seq_len, caches, excluded = run.model.seq_len, report.cache_statuses(run.data), read_excluded_documents(run.data)
     _refuse_mismatched_caches(caches)
+    listed: list[dict[str, Any]] = []
     for cache in caches:
         # Each recording is one row.
         packed_into = None if cache.features else seq_len
         statistics = report.cache_stats(KvStore(cache.url), cache.ledger, packed_into, excluded.get(cache.key))
-        counts = f"{statistics.documents:,} documents, {statistics.tokens:,} tokens"
-        so_far = "" if cache.ledger.finished else " (so far)"
-        per_token = "" if statistics.bytes_per_token is None else f", {statistics.bytes_per_token:.2f} bytes per token"
-        clean.echo(f"{cache.name}: {counts}{so_far}{per_token}")
-        if statistics.left_out:
-            clean.echo(
-                f"  without {statistics.left_out:,} documents of {statistics.left_out_tokens:,} tokens (data.exclude)"
-            )
-        lengths = ", ".join(f"{name} {tokens:,}" for name, tokens in statistics.quantiles.items())
-        clean.echo(f"  tokens per document: {lengths}")
-        if cache.features:
-            clean.echo(f"  {cache.features.describe(statistics.documents)}, each document a row of {seq_len}")
-        for name, packed in statistics.packing.items():
-            clean.echo(
-                f"  packing {name}: {packed.rows:,} rows of {seq_len}, {packed.used:.1%} of positions used, "
-                f"{packed.cut:.1%} of documents cut"
-            )
+        if as_json:
+            listed.append({"name": cache.name, "finished": cache.ledger.finished, **statistics.as_dict()})
+        else:
+            _print_statistics(cache, statistics, seq_len)
+    if as_json:
+        clean.echo(json.dumps({"seq_len": seq_len, "caches": listed}))
+
+
+def _print_statistics(cache: "CacheStatus", statistics: "CacheStats", seq_len: int) -> None:
+    counts = f"{statistics.documents:,} documents, {statistics.tokens:,} tokens"
+    so_far = "" if cache.ledger.finished else " (so far)"
+    per_token = "" if statistics.bytes_per_token is None else f", {statistics.bytes_per_token:.2f} bytes per token"
+    clean.echo(f"{cache.name}: {counts}{so_far}{per_token}")
+    if statistics.left_out:
+        clean.echo(
+            f"  without {statistics.left_out:,} documents of {statistics.left_out_tokens:,} tokens (data.exclude)"
+        )
+    lengths = ", ".join(f"{name} {tokens:,}" for name, tokens in statistics.quantiles.items())
+    clean.echo(f"  tokens per document: {lengths}")
+    if cache.features:
+        clean.echo(f"  {cache.features.describe(statistics.documents)}, each document a row of {seq_len}")
+    for name, packed in statistics.packing.items():
+        clean.echo(
+            f"  packing {name}: {packed.rows:,} rows of {seq_len}, {packed.used:.1%} of positions used, "
+            f"{packed.cut:.1%} of documents cut"
+        )
 
 
 def _tokenizer_to_train(config: "TokenizerConfig", output: Path, vocab_size: int | None) -> "TrainedBpe":

@@ -1,12 +1,12 @@
 """`lmt data at`: prints the training data of a step."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cli import clean
 from cli.build_progress import build_progress
-from cli.common import CharsOption, ConfigArgument, OverridesArgument, load_resolved_config
+from cli.common import CharsOption, ConfigArgument, JsonOption, OverridesArgument, load_resolved_config
 
 if TYPE_CHECKING:
     from lm_trainer.data.provenance import RowDocuments
@@ -24,15 +24,18 @@ def at(
         typer.Option("--row", metavar="R", min=0, help="One row of its batch, counted from 0.", show_default="all"),
     ] = None,
     chars: CharsOption = 200,
+    as_json: JsonOption = False,
 ) -> None:
     """Print the documents that a step trains on: the source, first token and text of each.
 
-    Text without a cache is tokenised first.
+    Text without a cache is tokenised first. With --json, texts are complete.
 
     For example:
 
         lmt data at my.yaml --step 12000 --row 3
     """
+    import json
+
     run = load_resolved_config(ctx, config, overrides)
     from lm_trainer.data import open_data
     from lm_trainer.data.provenance import documents_of_step
@@ -42,7 +45,11 @@ def at(
         data = open_data(run.data, seq_len=run.model.seq_len, seed=run.trainer.seed, on_progress=show)
     if step > run.trainer.num_train_steps:
         clean.echo(f"the run ends after step {run.trainer.num_train_steps}; a longer one would go on so:", err=True)
-    for traced in documents_of_step(data, run.trainer.batch_schedule, step, row):
+    rows = documents_of_step(data, run.trainer.batch_schedule, step, row)
+    if as_json:
+        clean.echo(json.dumps({"step": step, "rows": [row_as_dict(traced) for traced in rows]}))
+        return
+    for traced in rows:
         clean.echo(f"step {step}, {describe_row(traced, named=bool(run.data.configs), chars=chars)}")
 
 
@@ -64,3 +71,16 @@ def describe_row(traced: "RowDocuments", *, named: bool, chars: int) -> str:
         text = passage.text[:chars] + " ..." if truncate else passage.text
         lines += [f"    | {line}" for line in text.splitlines()]
     return "\n".join(lines)
+
+
+def row_as_dict(traced: "RowDocuments") -> dict[str, Any]:
+    """Returns the origin of a row of a batch, and its passages, as plain data."""
+    origin = traced.origin
+    passages = [passage._asdict() for passage in traced.passages]
+    return {
+        "row": traced.row,
+        "set": origin.set.name,
+        "epoch": origin.epoch,
+        "of_set": origin.row,
+        "passages": passages,
+    }

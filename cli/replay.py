@@ -162,11 +162,8 @@ def _format_in_context(token: "HardToken") -> str:
 def _replay_as_dict(done: "Replay", *, show_batch: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
-    rows = [
-        {"row": row.row, "set": row.origin.set.name, "epoch": row.origin.epoch, "of_set": row.origin.row}
-        | {"passages": [passage._asdict() for passage in row.passages]}
-        for row in done.rows
-    ]
+    from cli.data_at import row_as_dict
+
     return {
         "step": done.step,
         "start": done.start,
@@ -176,5 +173,5 @@ def _replay_as_dict(done: "Replay", *, show_batch: bool) -> dict[str, Any]:
         "norms": {name: asdict(norms) for name, norms in done.norms.items()},
         "tokens": [token._asdict() | {"source": done.source_of_token(token)} for token in done.tokens],
         "gradients": None if done.gradients is None else str(done.gradients),
-        **({"rows": rows} if show_batch else {}),
+        **({"rows": [row_as_dict(row) for row in done.rows]} if show_batch else {}),
     }

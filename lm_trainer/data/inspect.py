@@ -86,6 +86,25 @@ class CacheStatus:
         """True if any part has been built, even if the manifest is lost."""
         return self.fingerprint is not None or self.ledger.begun
 
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the state as plain data."""
+        ledger = self.ledger
+        return {
+            "name": self.name,
+            "url": self.url,
+            "fingerprint": self.fingerprint,
+            "finished": ledger.finished,
+            "shards": self.num_shards,
+            "shards_done": self.num_shards if ledger.finished else ledger.next[0],
+            "parts": len(ledger.parts),
+            "documents": ledger.num_documents,
+            "tokens": ledger.num_tokens,
+            "text_bytes": sum(ledger.text_bytes),
+            "bad_rows": ledger.bad,
+            "builder": self.builder,
+            "misfit": self.misfit,
+        }
+
     def __str__(self) -> str:
         ledger = self.ledger
         if not self.begun:
@@ -205,6 +224,10 @@ class CacheStats(NamedTuple):
     left_out: int
     """Number of documents that `data.exclude` leaves out. The other statistics do not include them."""
     left_out_tokens: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the statistics as plain data."""
+        return self._asdict() | {"packing": {name: packed._asdict() for name, packed in self.packing.items()}}
 
 
 def cache_stats(store: KvStore, ledger: Ledger, seq_len: int | None, exclusion: Exclusion | None = None) -> CacheStats:

@@ -228,6 +228,9 @@ def test_diff_from_the_defaults_and_between_two(config: str) -> None:
     saved = lmt("config", "show", config, "trainer.seed=3").stdout
     Path("logs/run-1/config.yaml").write_text(saved, encoding="utf-8")
     assert lmt("config", "diff", config, "logs/run-1").stdout == "trainer.seed: 0 -> 3\n"
+    assert json.loads(lmt("config", "diff", config, "logs/run-1", "--json").stdout) == {
+        "differences": [{"key": "trainer.seed", "old": "0", "new": "3"}]
+    }
     assert lmt("config", "diff", config, "logs/run-1", "trainer.seed=0").stdout == "no differences\n"
     assert "trainer.seed: 0 -> 9\n" in lmt("config", "diff", config, "--trainer.seed", "9").stdout
     Path("empty.yaml").write_text("{}", encoding="utf-8")

@@ -23,6 +23,18 @@ def config(in_tmp_path: Path) -> Path:
     return Path("run.yaml")
 
 
+def test_status_and_stats_as_json(lmt: Lmt, config: Path) -> None:
+    (train, _) = json.loads(lmt("data", "status", config, "--json").stdout)["caches"]
+    assert (train["finished"], train["fingerprint"], train["documents"]) == (False, None, 0)
+    assert lmt("data", "build", config).returncode == 0
+    (train, _) = json.loads(lmt("data", "status", config, "--json").stdout)["caches"]
+    assert (train["name"], train["finished"], train["shards_done"], train["documents"]) == ("train", True, 1, 40)
+    assert (train["misfit"], train["builder"], train["bad_rows"]) == (None, None, 0)
+    (counted, _) = json.loads(lmt("data", "stats", config, "--json").stdout)["caches"]
+    assert (counted["documents"], counted["tokens"], counted["quantiles"]["least"]) == (40, train["tokens"], 12)
+    assert 0 < counted["packing"]["concat"]["used"] <= 1
+
+
 def test_build_status_verify_inspect_and_stats(lmt: Lmt, config: Path) -> None:
     assert "train: not begun" in lmt("data", "status", config).stdout
     refused(lmt("data", "inspect", config), "mine/train is not built yet; run: lmt data build")

@@ -118,6 +118,13 @@ def test_the_command_prints_sources_offsets_and_text(tmp_path: Path, lmt: Lmt) -
         "    | t",
     ]
     assert "tokenising the train text" in result.stderr
+    result = lmt("data", "at", str(config), "--step", "1", "--row", "1", "--json")
+    (row,) = json.loads(result.stdout)["rows"]
+    assert (row["row"], row["of_set"], row["epoch"]) == (1, 1, 0)
+    assert [(passage["where"], passage["offset"], passage["text"]) for passage in row["passages"]] == [
+        ("a.jsonl:1", 8, "cument"),
+        ("a.jsonl:2", 0, "t"),
+    ]
     result = lmt("data", "at", str(config), "--step", "4")
     assert "step 4, row 0:" in result.stdout
     assert result.stderr == "the run ends after step 3; a longer one would go on so:\n"
