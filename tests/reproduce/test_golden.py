@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -32,7 +33,7 @@ TINY: Plain = {
     "data": {"tokenizer": "bytes", "num_workers": 0, "train_urls": ["text.txt"]},
     "trainer": {
         "train_batch_size": 8,
-        "elastic_shards": 4,
+        "elastic_shards": 2,
         "num_train_steps": STEPS,
         "tracker": [],
         "sample_tokens": 0,
@@ -57,7 +58,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("recorded")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
-        result = run_here("golden", "record", write_config(directory), "--steps", STEPS, "--devices", "1")
+        result = run_here("golden", "record", write_config(directory), "--steps", str(STEPS), "--devices", "1")
     assert result.returncode == 0, result.stderr
     assert "wrote run.golden.json" in result.stdout
     return directory
@@ -201,6 +202,17 @@ def test_changed_data_and_a_changed_optimizer_are_named_at_their_step(copied: Pa
 
 
 @pytest.mark.slow
+def test_devices_that_differ_leave_no_file(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = itertools.count()
+    monkeypatch.setattr("lm_trainer.reproduce.golden_steps.digest_batch", lambda _: f"batch {next(numbers)}")
+    result = run_here("golden", "record", "run.yaml", "--steps", "1", "--devices", "1,2", "-o", "new.json")
+    assert result.returncode == 1
+    assert "first difference: step 1, batch, on 2 devices\n  recorded 'batch 0'\n  now      'batch 1'" in result.stdout
+    assert result.stdout.splitlines()[-1] == "nothing was written, because 1 device and 2 devices differ"
+    assert not Path("new.json").exists()
+
+
+@pytest.mark.slow
 def test_the_fingerprint_is_the_fingerprint_of_a_run(copied: Path) -> None:
     result = run_here("train", "run.yaml", "trainer.max_devices=1", "trainer.id=run")
     assert result.returncode == 0, result.stderr
@@ -218,7 +230,9 @@ def test_the_fingerprint_is_the_fingerprint_of_a_run(copied: Path) -> None:
 def test_a_record_on_emulated_devices_is_checked_from_elsewhere(tmp_path: Path, run_lmt: RunLmt) -> None:
     (tmp_path / "configs").mkdir()
     (tmp_path / "tests").mkdir()
-    config = write_config(tmp_path, model={"resid_pdrop": 0.1}).rename(tmp_path / "configs/tiny.yaml")
+    config = write_config(tmp_path, model={"resid_pdrop": 0.1}, trainer={"elastic_shards": 4}).rename(
+        tmp_path / "configs/tiny.yaml"
+    )
     result = run_lmt(
         "golden",
         "record",
