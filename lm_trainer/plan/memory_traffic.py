@@ -1,0 +1,87 @@
+"""Bytes that a step reads and writes in device memory, except inputs and outputs of products and attention kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lm_trainer.nn.spec import BlockSpec, MoeSpec, RopeSpec
+from lm_trainer.plan.layout_work import LayoutWork
+from lm_trainer.profile.flops import parameter_count, ring_score_fraction
+
+_SCORE_PASSES = 10
+"""Number of passes of float32 scores through memory without a fused kernel: four in the forward pass (scores, two for
+the softmax, the weighted sum) and six in the backward pass."""
+_LOGIT_PASSES = 3
+"""Number of passes of float32 logits: read for the loss; read and written, as their gradient, in the backward pass."""
+_UPDATE_PASSES = 8
+"""Number of float32 values per parameter in an update by Adam: the parameter and two moments are read and written, the
+gradient is read for its norm and for the update."""
+_FLOAT32 = 4
+
+
+def microbatch_bytes(work: LayoutWork) -> float:
+    """Returns the bytes that a device reads and writes for one microbatch."""
+    return _parameter_bytes(work) + _score_bytes(work) + work.tokens * _token_bytes(work)
+
+
+def update_bytes(work: LayoutWork) -> float:
+    """Returns the bytes that a device reads and writes to update its shard of the parameters."""
+    return _UPDATE_PASSES * _FLOAT32 * work.params / work.shards
+
+
+def _parameter_bytes(work: LayoutWork) -> float:
+    # Weights are read by three products, or by four with recomputation. A gradient is written, and added to another
+    # one, except where XLA has only one microbatch to sum.
+    adds = 4 if work.trainer.bitwise or work.microbatches > 1 else 1
+    passes = (4 if work.recomputation.products else 3) * work.itemsize + adds * _FLOAT32
+    # A pipeline processes rows one by one, and each of its steps reads the weights and gradients of the stage.
+    stages = work.sizes["pipeline"]
+    layers = parameter_count(work.spec) - parameter_count(replace(work.spec, blocks=()))
+    pipeline_layers = 0 if stages == 1 else (work.plan.rows + stages - 2) * layers / (stages * work.tensor)
+    return (work.params + pipeline_layers) * passes
+
+
+def _score_bytes(work: LayoutWork) -> float:
+    if work.has_kernel:
+        return 0.0
+    share = ring_score_fraction(work.spec, work.seq_len, work.sizes["context"]) if work.backend == "ring" else 1.0
+    heads = sum(block.attention.num_heads for block in work.spec.blocks) / work.tensor
+    return _SCORE_PASSES * _FLOAT32 * share * work.tokens * work.seq_len * heads
+
+
+def _token_bytes(work: LayoutWork) -> float:
+    """Returns the bytes per token of norms, residuals, rotary embeddings, activations and the loss."""
+    repeated = 1 + work.recomputation.elementwise
+    layers = sum(repeated * _forward_values(block, work) + _backward_values(block, work) for block in work.spec.blocks)
+    loss = _LOGIT_PASSES * _FLOAT32 * work.spec.vocab_size / work.head_shards
+    return layers * work.itemsize / work.sizes["pipeline"] + loss
+
+
+def _forward_values(block: BlockSpec, work: LayoutWork) -> float:
+    # Twice, a fused operation reads the stream and the result of the last sublayer, and writes their sum and its norm.
+    return 8 * work.spec.hidden_dim + _rotary_values(block, work) + _activation_values(block, work, of_gradient=False)
+
+
+def _backward_values(block: BlockSpec, work: LayoutWork) -> float:
+    # Twice, a fused operation reads the stream and the gradients of norm and residual, and writes the stream's gradient.
+    return 8 * work.spec.hidden_dim + _rotary_values(block, work) + _activation_values(block, work, of_gradient=True)
+
+
+def _rotary_values(block: BlockSpec, work: LayoutWork) -> float:
+    """Queries and keys, read and written."""
+    attention = block.attention
+    if not isinstance(attention.positions, RopeSpec):
+        return 0.0
+    return 2 * (attention.num_heads + attention.kv_heads) * attention.head_dim / work.tensor
+
+
+def _activation_values(block: BlockSpec, work: LayoutWork, *, of_gradient: bool) -> float:
+    """Values that the activation of an MLP reads and writes: its inputs and its result, or also their gradients."""
+    mlp = block.mlp
+    inputs = 2 if isinstance(mlp, MoeSpec) or mlp.gated else 1
+    # The backward pass reads the inputs and a gradient, and writes the gradients and, for a product, the activation.
+    passes = 2 * inputs + 2 if of_gradient else inputs + 1
+    if isinstance(mlp, MoeSpec):
+        # Each selected expert also reads a copy of the token and writes a part of the sum.
+        return mlp.top_k * (passes * mlp.hidden_dim + 4 * work.spec.hidden_dim) / work.tensor
+    return passes * mlp.hidden_dim / work.tensor
