@@ -63,7 +63,7 @@ def _forward_values(block: BlockSpec, work: LayoutWork) -> float:
 
 
 def _backward_values(block: BlockSpec, work: LayoutWork) -> float:
-    # Twice, a fused operation reads the stream and the gradients of norm and residual, and writes the stream's gradient.
+    # Twice, a fused operation reads the stream and the gradients of norm and residual, and writes its gradient.
     return 8 * work.spec.hidden_dim + _rotary_values(block, work) + _activation_values(block, work, of_gradient=True)
 
 
