@@ -66,10 +66,10 @@ def training_time(
     work: RunWork,
     group: DeviceGroup,
     trainer: TrainerConfig,
-    layout: LayoutWork,
     *,
-    mfu: float | None,
-    price: float | None,
+    layout: LayoutWork | None = None,
+    mfu: float | None = None,
+    price: float | None = None,
 ) -> RunTime | None:
     """Returns the time of a run on a device group; None if no datasheet has a peak for it.
 
@@ -78,16 +78,16 @@ def training_time(
         group: the devices.
         trainer: trainer configuration, whose precision and JAX settings determine the format of matrix products.
         layout: the work of the largest step. All steps are assumed to process tokens at its rate.
-        mfu: fraction of the datasheet's peak that training reaches; None: as expected by the cost model, or `MFU` for
-            devices without known bandwidths.
+        mfu: fraction of the datasheet's peak that training reaches; None: as expected for the layout, or `MFU` without
+            a layout or the device's bandwidths.
         price: price per device-hour, in any currency.
     """
     peak = training_peak(group.kind, trainer)
     if peak is None:
         return None
-    machine = training_machine(group.kind, trainer) if mfu is None else None
-    expected = None if machine is None else step_cost(layout, machine)
-    if expected is not None:
+    machine = training_machine(group.kind, trainer)
+    expected = None if mfu is not None or layout is None or machine is None else step_cost(layout, machine)
+    if expected is not None and layout is not None:
         mfu = work.flops_per_token * layout.tokens_per_step / expected.seconds / (peak.flops * group.count)
     utilisation = MFU if mfu is None else mfu
     rate = peak.flops * group.count * utilisation

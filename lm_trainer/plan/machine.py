@@ -67,5 +67,5 @@ class Machine:
         if not exchange:
             return min(axes, math.ceil(math.log(max(participants, 2), side) - 1e-9)) / axes
         length = participants ** (1 / axes)
-        links_across = 2 if length >= side else 1
+        links_across = 2 if length > side - 1e-9 else 1
         return min(1.0, 2 * links_across / (axes * length))

@@ -199,7 +199,7 @@ def plan_run(
         # With the compiler of the devices, each size would take minutes.
         fit=None if limit is None or own_compiler else find_fitting_microbatch(memory, limit.bytes, rows),
         work=work,
-        time=training_time(work, group, trainer, layout, mfu=assumptions.mfu, price=assumptions.price),
+        time=training_time(work, group, trainer, layout=layout, mfu=assumptions.mfu, price=assumptions.price),
         assumed=assumed,
         kernel=None if backend in ("xla", "ring") or own_compiler else backend,
         attention_workspace=workspace.bytes(rows),

@@ -146,8 +146,8 @@ def _expectation_note(plan: RunPlan) -> Iterator[str]:
     if efficiency is not None:
         yield (
             f"note: The expected time counts products at {efficiency.products:.0%} of the datasheet, memory at "
-            f"{efficiency.memory:.0%} and links at {efficiency.links:.0%}, as microbenchmarks reach, without the host's "
-            f"work; docs/how-to/plan-a-run.md compares it with published runs."
+            f"{efficiency.memory:.0%} and links at {efficiency.links:.0%}, as microbenchmarks reach; the host's work "
+            f"is not counted. docs/how-to/plan-a-run.md compares it with published runs."
         )
 
 
