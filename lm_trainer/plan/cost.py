@@ -124,5 +124,6 @@ def training_machine(kind: str, trainer: TrainerConfig, mfu: float | None = None
     if peak is None or bandwidths is None or efficiency is None:
         return None
     if mfu is not None:
-        efficiency = replace(efficiency, products=mfu, attention_forward=mfu, attention_backward=mfu, narrow_heads=0.0)
+        at_mfu = {"products": mfu, "attention_forward": mfu, "attention_backward": mfu}
+        efficiency = replace(efficiency, **at_mfu, narrow_heads=0.0, in_step=1.0)
     return Machine(kind, peak.flops, bandwidths, efficiency)

@@ -27,16 +27,16 @@ class Machine:
     @property
     def product_rate(self) -> float:
         """FLOP/s of products with weights."""
-        return self.peak * self.efficiency.products
+        return self.peak * self.efficiency.products * self.efficiency.in_step
 
     def attention_rate(self, head_dim: int, *, backward: bool) -> float:
         """Returns the FLOP/s of an attention kernel."""
-        return self.peak * self.efficiency.attention(head_dim, backward=backward)
+        return self.peak * self.efficiency.attention(head_dim, backward=backward) * self.efficiency.in_step
 
     @property
     def memory_rate(self) -> float:
         """Bytes per second of operations on whole arrays."""
-        return self.bandwidths.memory * self.efficiency.memory
+        return self.bandwidths.memory * self.efficiency.memory * self.efficiency.in_step
 
     def link_bandwidth(self, participants: int, stride: int = 1, *, exchange: bool = False) -> float:
         """Returns the bytes per second that a device sends in a collective.

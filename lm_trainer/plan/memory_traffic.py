@@ -5,23 +5,40 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lm_trainer.nn.spec import BlockSpec, MoeSpec, RopeSpec
+from lm_trainer.plan.gpu_target import compute_capability
 from lm_trainer.plan.layout_work import LayoutWork
+from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.flops import parameter_count, ring_score_fraction
 
 _SCORE_PASSES = 10
 """Number of passes of float32 scores through memory without a fused kernel: four in the forward pass (scores, two for
 the softmax, the weighted sum) and six in the backward pass."""
-_LOGIT_PASSES = 3
-"""Number of passes of float32 logits: read for the loss; read and written, as their gradient, in the backward pass."""
+_LOGIT_PASSES = {"tpu": 3, "gpu": 11}
+"""Number of passes of float32 logits through memory. On TPUs they are read for the loss; read and written, as their
+gradient, in the backward pass. On GPUs XLA fuses less: its compiled loss moves this much for GPT-2."""
+_WORKSPACE_BYTES = 6
+"""Bytes for each pair and head that cuDNN's deterministic backward pass moves on Hopper: 2 bytes, three times."""
 _UPDATE_PASSES = 8
 """Number of float32 values per parameter in an update by Adam: the parameter and two moments are read and written, the
 gradient is read for its norm and for the update."""
 _FLOAT32 = 4
+_HOPPER = 9
 
 
-def microbatch_bytes(work: LayoutWork) -> float:
-    """Returns the bytes that a device reads and writes for one microbatch."""
-    return _parameter_bytes(work) + _score_bytes(work) + work.tokens * _token_bytes(work)
+def microbatch_bytes(work: LayoutWork, kind: str) -> float:
+    """Returns the bytes that a device of a kind reads and writes for one microbatch.
+
+    For the steps in `benchmarks/results/compiled`, XLA counts 0.55 to 1.75 times as much, and as much in the median, if
+    an operation there counts with the time by which its memory traffic exceeds its FLOPs.
+    """
+    of_tokens = _token_bytes(work, device_platform(kind))
+    return _gradient_bytes(work) + _score_bytes(work, kind) + work.tokens * of_tokens
+
+
+def weight_bytes(work: LayoutWork) -> float:
+    """Returns the bytes of weights that the products of a microbatch read, without recomputation."""
+    # A pipeline processes rows one by one, and each of its steps reads the weights of the stage.
+    return 3 * work.itemsize * (work.params + _pipeline_params(work))
 
 
 def update_bytes(work: LayoutWork) -> float:
@@ -29,31 +46,44 @@ def update_bytes(work: LayoutWork) -> float:
     return _UPDATE_PASSES * _FLOAT32 * work.params / work.shards
 
 
-def _parameter_bytes(work: LayoutWork) -> float:
-    # Weights are read by three products, or by four with recomputation. A gradient is written, and added to another
-    # one, except where XLA has only one microbatch to sum.
-    adds = 4 if work.trainer.bitwise or work.microbatches > 1 else 1
-    passes = (4 if work.recomputation.products else 3) * work.itemsize + adds * _FLOAT32
-    # A pipeline processes rows one by one, and each of its steps reads the weights and gradients of the stage.
+def _gradient_bytes(work: LayoutWork) -> float:
+    """Returns the bytes of gradients that products write and that are added, and of parameters that are cast."""
+    if work.trainer.bitwise and not work.layerwise:
+        # Everything is float32: the gradient is written and read, the sum is read and written, and each microbatch
+        # casts the parameters.
+        passes = 4 * _FLOAT32 + _FLOAT32 + work.itemsize
+    elif work.microbatches > 1 or work.layerwise:
+        passes = 2 * work.itemsize + 2 * _FLOAT32
+    else:
+        passes = 2 * work.itemsize
+    return (work.params + _pipeline_params(work)) * passes
+
+
+def _pipeline_params(work: LayoutWork) -> float:
+    """Returns the parameters that a pipeline reads in addition, because it processes rows one by one."""
     stages = work.sizes["pipeline"]
+    if stages == 1:
+        return 0.0
     layers = parameter_count(work.spec) - parameter_count(replace(work.spec, blocks=()))
-    pipeline_layers = 0 if stages == 1 else (work.plan.rows + stages - 2) * layers / (stages * work.tensor)
-    return (work.params + pipeline_layers) * passes
+    return (work.plan.rows + stages - 2) * layers / (stages * work.tensor)
 
 
-def _score_bytes(work: LayoutWork) -> float:
+def _score_bytes(work: LayoutWork, kind: str) -> float:
+    heads = sum(block.attention.num_heads for block in work.spec.blocks) / work.tensor
+    pairs = work.tokens * work.seq_len * heads
+    if work.backend == "cudnn":
+        return _WORKSPACE_BYTES * pairs if work.trainer.bitwise and compute_capability(kind) == _HOPPER else 0.0
     if work.has_kernel:
         return 0.0
     share = ring_score_fraction(work.spec, work.seq_len, work.sizes["context"]) if work.backend == "ring" else 1.0
-    heads = sum(block.attention.num_heads for block in work.spec.blocks) / work.tensor
-    return _SCORE_PASSES * _FLOAT32 * share * work.tokens * work.seq_len * heads
+    return _SCORE_PASSES * _FLOAT32 * share * pairs
 
 
-def _token_bytes(work: LayoutWork) -> float:
+def _token_bytes(work: LayoutWork, platform: str) -> float:
     """Returns the bytes per token of norms, residuals, rotary embeddings, activations and the loss."""
     repeated = 1 + work.recomputation.elementwise
     layers = sum(repeated * _forward_values(block, work) + _backward_values(block, work) for block in work.spec.blocks)
-    loss = _LOGIT_PASSES * _FLOAT32 * work.spec.vocab_size / work.head_shards
+    loss = _LOGIT_PASSES[platform] * _FLOAT32 * work.spec.vocab_size / work.head_shards
     return layers * work.itemsize / work.sizes["pipeline"] + loss
 
 

@@ -13,7 +13,7 @@ from lm_trainer.nn.spec import AttentionSpec
 from lm_trainer.plan.communication import Communication, communication
 from lm_trainer.plan.layout_work import LayoutWork
 from lm_trainer.plan.machine import Machine
-from lm_trainer.plan.memory_traffic import microbatch_bytes, update_bytes
+from lm_trainer.plan.memory_traffic import microbatch_bytes, update_bytes, weight_bytes
 from lm_trainer.profile.attention_kernels import computed_share, kernel_block, visible_share
 from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.flops import flops_per_token, ring_score_fraction
@@ -54,7 +54,7 @@ def step_cost(work: LayoutWork, machine: Machine) -> StepCost:
     recompute = repeated_products + repeated_attention
     even, stages = work.even_microbatches, work.sizes["pipeline"]
     bubble = (work.plan.rows + stages - 1) / work.plan.rows - 1
-    memory = work.microbatches * microbatch_bytes(work) + update_bytes(work)
+    memory = work.microbatches * microbatch_bytes(work, machine.kind) + update_bytes(work)
     sent = communication(work, machine)
     busy = even * (compute + attention + recompute) + memory / machine.memory_rate
     return StepCost(
@@ -78,7 +78,9 @@ def _product_seconds(work: LayoutWork, machine: Machine) -> tuple[float, float]:
     # The FLOPs of a step contain three times the scores, also if only adapters are trained.
     training = (work.training_flops - 3 * scores) * divided / forward
     repeated = work.recomputation.products / work.tensor
-    return work.tokens * training / machine.product_rate, work.tokens * repeated / machine.product_rate
+    # Products of few tokens wait for their weights.
+    needed = max(work.tokens * training / machine.product_rate, weight_bytes(work) / machine.memory_rate)
+    return needed, work.tokens * repeated / machine.product_rate
 
 
 def _attention_seconds(work: LayoutWork, machine: Machine) -> tuple[float, float]:

@@ -65,16 +65,43 @@ def test_the_parts_of_a_step_by_hand():
     assert cost.compute == pytest.approx(2 * TOKENS * 6 * WEIGHTS / 0.5e9)
     forward = 2 * TOKENS * LAYERS * 4 * HIDDEN * (LENGTH + 1) / 2
     assert cost.attention == pytest.approx(forward / 0.25e9 + 2.5 * forward / 0.2e9)
-    # Weights are read three times, in bfloat16; gradients are written, and added (two readings, one writing).
-    of_parameters = 2 * 1000 * (3 * 2 + 4 * 4) + 1000 / 4 * 8 * 4
+    # Parameters are cast; gradients are written, and added (two readings, one writing). Then a quarter is updated.
+    of_parameters = 2 * 1000 * (4 + 2 + 4 * 4) + 1000 / 4 * 8 * 4
     stream, rotary = 16 * HIDDEN, 2 * 2 * 2 * HIDDEN
     activations = 3 * MLP + 6 * MLP
-    of_tokens = 2 * TOKENS * (LAYERS * 2 * (stream + rotary + activations) + 3 * 4 * VOCAB)
-    assert cost.memory == pytest.approx((of_parameters + of_tokens) / 0.8e9)
+    of_tokens = 2 * TOKENS * (LAYERS * 2 * (stream + rotary + activations) + 11 * 4 * VOCAB)
+    workspace = 2 * TOKENS * LAYERS * HEADS * LENGTH * 3 * 2
+    assert cost.memory == pytest.approx((of_parameters + of_tokens + workspace) / 0.8e9)
     # Parameters come from, and gradients go to, three of four devices, in float32.
     assert cost.network == pytest.approx(0.75 * 1000 * (4 + 4) / 0.4e6)
     assert (cost.recompute, cost.hidden, cost.idle) == (0, 0, 0)
     assert cost.seconds == cost.compute + cost.attention + cost.memory + cost.network
+
+
+def test_gradients_of_other_modes_are_not_float32_everywhere():
+    def bytes_of_parameters(trainer: dict[str, Any], **changes: Any) -> float:
+        few, many = (cost_of(trainer, params=params, **changes).memory for params in (0, 10**6))
+        return (many - few) * 0.8e9 / 1e6
+
+    update = 8 * 4 / 4
+    # A gradient in bfloat16 is written and read, and its sum in float32 is read and written.
+    assert bytes_of_parameters({"gather": "layer"}) == pytest.approx(2 * 12 + update)
+    fast = {"gather": "auto", "determinism": "fast"}
+    assert bytes_of_parameters(fast) == pytest.approx(2 * 12 + update)
+    assert bytes_of_parameters(fast, plan=MicrobatchPlan(16, 4, 4)) == pytest.approx(4 + update)
+
+
+def test_products_of_few_tokens_wait_for_their_weights():
+    params = 10**10
+    assert cost_of(params=params).compute == pytest.approx(2 * 3 * 2 * params / 0.8e9)
+
+
+def test_operations_in_a_step_are_slower_than_alone():
+    slower = step_cost(work_of(), replace(MACHINE, efficiency=replace(EFFICIENCY, in_step=0.8)))
+    alone = cost_of()
+    for part in ("compute", "attention", "memory"):
+        assert getattr(slower, part) == pytest.approx(getattr(alone, part) / 0.8)
+    assert slower.network == alone.network
 
 
 def test_recomputed_layers_leave_out_their_last_product():
@@ -172,7 +199,8 @@ def test_attention_without_a_kernel_computes_and_moves_all_scores():
     forward = 2 * TOKENS * LAYERS * 4 * HIDDEN * LENGTH
     assert plain.attention == pytest.approx(3 * forward / 0.5e9)
     scores = 2 * TOKENS * LAYERS * HEADS * LENGTH
-    assert plain.memory - kernel.memory == pytest.approx(10 * 4 * scores / 0.8e9)
+    # Instead of the workspace of the deterministic kernel.
+    assert plain.memory - kernel.memory == pytest.approx((10 * 4 - 3 * 2) * scores / 0.8e9)
 
 
 def test_narrow_heads_fill_a_part_of_the_matrix_unit():
