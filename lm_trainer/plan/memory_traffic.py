@@ -28,8 +28,8 @@ _HOPPER = 9
 def microbatch_bytes(work: LayoutWork, kind: str) -> float:
     """Returns the bytes that a device of a kind reads and writes for one microbatch.
 
-    For the steps in `benchmarks/results/compiled`, XLA counts 0.55 to 1.75 times as much, and as much in the median, if
-    an operation there counts with the time by which its memory traffic exceeds its FLOPs.
+    XLA counts 0.55 to 1.75 times as much for the steps in `benchmarks/results/compiled`, with a median near 1, if each
+    operation counts with the time by which its memory traffic exceeds its FLOPs.
     """
     of_tokens = _token_bytes(work, device_platform(kind))
     return _gradient_bytes(work) + _score_bytes(work, kind) + work.tokens * of_tokens
