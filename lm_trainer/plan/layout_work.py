@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
     from lm_trainer.step.state.model_def import ModelDef
-    from lm_trainer.step.state.sharding import StateSharding
+    from lm_trainer.step.state.state_sharding import StateSharding
 
 
 @dataclass(frozen=True)
