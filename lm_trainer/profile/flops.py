@@ -159,6 +159,40 @@ def recomputed_flops_per_token(spec: DecoderSpec, seq_len: int, *, every_layer: 
     return recomputed + sum(_count_block_flops(block, spec, seq_len).forward for block in spec.blocks[:grouped])
 
 
+def recomputed_product_flops(spec: DecoderSpec, *, every_layer: bool = False) -> int:
+    """Returns the FLOPs per token of the products with weights that devices compute again for the backward pass.
+
+    Compared with `recomputed_flops_per_token`, attention kernels are left out, and so is the last product of a layer:
+    its result is the input of the next layer, which is saved, so compilers omit the product.
+    """
+    blocks = sum(_recomputed_products(block, spec, every_layer=every_layer) for block in spec.blocks)
+    if every_layer or not spec.remat_groups:
+        return blocks
+    periods = len(spec.blocks) // spec.period
+    grouped = spec.blocks[: periods // spec.remat_groups * spec.remat_groups * spec.period]
+    return blocks + sum(_count_products(block, spec) for block in grouped)
+
+
+def _recomputed_products(block: BlockSpec, spec: DecoderSpec, *, every_layer: bool) -> int:
+    remat = "full" if every_layer else spec.remat
+    match remat:
+        case "none":
+            return 0
+        case "dots" | "dots_no_batch":
+            return _grouped_product_flops(block.mlp, spec.hidden_dim)
+        case OffloadPolicy() as policy:
+            saved = {*policy.host, *policy.device}
+        case names:
+            saved = set() if names == "full" else {*names}
+    attention_out = _count_block_flops(block, spec, 1).attention_out if "attention" in saved else 0
+    return _count_products(block, spec) - attention_out - 2 * _num_last_weights(block.mlp, spec.hidden_dim)
+
+
+def _count_products(block: BlockSpec, spec: DecoderSpec) -> int:
+    count = _count_block_flops(block, spec, 1)
+    return count.qkv + count.attention_out + count.mlp + count.cross
+
+
 def _recomputed_encoder_flops(spec: DecoderSpec, seq_len: int) -> int:
     if spec.encoder is None:
         return 0
