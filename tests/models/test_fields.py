@@ -49,6 +49,7 @@ OTHER: dict[str, Any] = {
     "softmax_scale": 9.0,
     "num_experts_per_tok": 1,
     "mlp_only_layers": (1,),
+    "layers_without_rope": (0,),
     "hidden_dim": 64,
 }
 """A valid value that is not the tiny configuration's, where doubling or negating does not give one."""
