@@ -78,14 +78,6 @@ TINY: dict[str, AnyModel] = {
     "gemma2": Gemma2Config(**ROTARY, head_dim=12, sliding_window=4, attn_logit_softcapping=2.0),
     "gemma3": Gemma3Config(**{**ROTARY, "num_layers": 3}, head_dim=12, sliding_window=4, sliding_window_pattern=2),
     "phi3": Phi3Config(**ROTARY, partial_rotary_factor=0.5),
-    "smollm3": SmolLm3Config(**{**ROTARY, "num_layers": 3}, no_rope_layer_interval=2, sliding_window=4),
-    "granite": GraniteConfig(
-        **ROTARY, embedding_multiplier=3.0, attention_multiplier=0.5, residual_multiplier=0.75, logits_scaling=1.5
-    ),
-    "cohere2": Cohere2Config(**{**ROTARY, "num_layers": 3}, head_dim=12, sliding_window=4, sliding_window_pattern=2),
-    "starcoder2": StarCoder2Config(**ROTARY, sliding_window=4),
-    "glm4": Glm4Config(**ROTARY, head_dim=12, partial_rotary_factor=0.5),
-    "apertus": ApertusConfig(**ROTARY, rope=Llama3Rope(original_max_position_embeddings=8)),
     "gpt_neox": GptNeoxConfig(**SMALL, intermediate_dim=48),
     "mixtral": MixtralConfig(**ROTARY, n_routed_experts=3),
     "qwen3_moe": Qwen3MoeConfig(
@@ -98,6 +90,14 @@ TINY: dict[str, AnyModel] = {
     ),
     "mpt": MptConfig(**SMALL, clip_qkv=0.5),
     "backpack": BackpackConfig(**SMALL, num_senses=4, sense_intermediate_scale=1),
+    "smollm3": SmolLm3Config(**{**ROTARY, "num_layers": 3}, no_rope_layer_interval=2, sliding_window=4),
+    "granite": GraniteConfig(
+        **ROTARY, embedding_multiplier=3.0, attention_multiplier=0.5, residual_multiplier=0.75, logits_scaling=1.5
+    ),
+    "cohere2": Cohere2Config(**{**ROTARY, "num_layers": 3}, head_dim=12, sliding_window=4, sliding_window_pattern=2),
+    "starcoder2": StarCoder2Config(**ROTARY, sliding_window=4),
+    "glm4": Glm4Config(**ROTARY, head_dim=12, partial_rotary_factor=0.5),
+    "apertus": ApertusConfig(**ROTARY, rope=Llama3Rope(original_max_position_embeddings=8)),
 }
 
 WITHOUT_OWN_PARTS = ("mistral", "qwen2", "qwen3", "olmo2", "phi3", "smollm3", "starcoder2", "glm4")

@@ -25,7 +25,7 @@ from tests.run.conftest import MakeConfig
 
 STEPS, ROWS = 3, 8
 EIGHT = ("gpt2", "mixtral")
-MOST_PARTS = ("llama", "gemma3", "mpt", "backpack")
+MOST_PARTS = ("llama", "gemma3", "mpt", "backpack", "cohere2", "apertus")
 
 
 def train(path: Path, devices: int) -> tuple[list[bytes], dict[str, bytes]]:
