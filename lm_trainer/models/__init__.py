@@ -7,6 +7,7 @@ from typing import Annotated, get_args
 from pydantic import Field
 
 from lm_trainer.models.apertus import ApertusConfig
+from lm_trainer.models.arcee import ArceeConfig
 from lm_trainer.models.backpack import BackpackConfig
 from lm_trainer.models.base import DecoderConfig
 from lm_trainer.models.cohere import Cohere2Config
@@ -23,6 +24,7 @@ from lm_trainer.models.olmo import Olmo2Config, Olmo3Config
 from lm_trainer.models.phi import Phi3Config
 from lm_trainer.models.qwen import Qwen2Config, Qwen3Config
 from lm_trainer.models.qwen_moe import Qwen3MoeConfig
+from lm_trainer.models.seed_oss import SeedOssConfig
 from lm_trainer.models.smollm import SmolLm3Config
 from lm_trainer.models.starcoder import StarCoder2Config
 from lm_trainer.models.whisper import WhisperConfig
@@ -45,6 +47,8 @@ AnyModel = Annotated[
     | StarCoder2Config
     | Glm4Config
     | ApertusConfig
+    | ArceeConfig
+    | SeedOssConfig
     | GptNeoxConfig
     | MixtralConfig
     | Qwen3MoeConfig
@@ -61,6 +65,7 @@ __all__ = [
     "MODEL_CONFIGS",
     "AnyModel",
     "ApertusConfig",
+    "ArceeConfig",
     "BackpackConfig",
     "Cohere2Config",
     "DecoderConfig",
@@ -81,6 +86,7 @@ __all__ = [
     "Qwen2Config",
     "Qwen3Config",
     "Qwen3MoeConfig",
+    "SeedOssConfig",
     "SmolLm3Config",
     "StarCoder2Config",
     "WhisperConfig",

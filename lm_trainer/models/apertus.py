@@ -72,8 +72,8 @@ class ApertusConfig(RotaryConfig):
     num_kv_heads: int = Field(default=8, gt=0)
     """Number of key and value heads, each shared by num_heads / num_kv_heads query heads."""
     activation_function: ActivationName | Literal["xielu"] = "xielu"  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Activation of the MLP: xielu, gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh.
-    xielu has two learned scalars in each layer."""
+    """Activation of the MLP: xielu, gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, relu2 (its
+    square), silu or tanh. xielu has two learned scalars in each layer."""
     rope: AnyRope = _ROPE
     """Rotary position embedding (RoPE)."""
 

@@ -36,7 +36,8 @@ class RotaryConfig(DecoderConfig):
     head_dim: int | None = Field(default=None, gt=0, multiple_of=2)
     """Number of dimensions per head. Unset: hidden_dim / num_heads."""
     activation_function: ActivationName = "silu"
-    """Activation of the MLP's gate: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh."""
+    """Activation of the MLP's gate: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, relu2 (its
+    square), silu or tanh."""
     initializer_range: float = Field(default=0.02, ge=0)
     """Standard deviation of the initial weights. Weights that write to the residual stream are initialised with this
     divided by sqrt(2 * num_layers)."""

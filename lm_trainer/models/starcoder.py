@@ -98,7 +98,8 @@ class StarCoder2Config(RotaryConfig):
     num_kv_heads: int = Field(default=2, gt=0)
     """Number of key and value heads, each shared by num_heads / num_kv_heads query heads."""
     activation_function: ActivationName = "gelu_new"
-    """Activation of the MLP: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh."""
+    """Activation of the MLP: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, relu2 (its square),
+    silu or tanh."""
     initializer_range: float = Field(default=0.018042, ge=0)
     """Standard deviation of the initial weights. Weights that write to the residual stream are initialised with this
     divided by sqrt(2 * num_layers)."""

@@ -11,8 +11,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Activation = Literal["gelu", "gelu_new", "relu", "silu", "quick_gelu", "tanh"]
-"""`gelu` is the exact form, `gelu_new` its tanh approximation, `quick_gelu` its sigmoid approximation."""
+Activation = Literal["gelu", "gelu_new", "relu", "silu", "quick_gelu", "tanh", "relu2"]
+"""`gelu` is the exact form, `gelu_new` its tanh approximation, `quick_gelu` its sigmoid approximation; `relu2` is the
+square of `relu` (So et al. 2021)."""
 
 BlockInternal = Literal["attention", "mlp"]
 """Outputs of the two sublayers of a block, before the norm and the residual connection."""

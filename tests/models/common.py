@@ -15,6 +15,7 @@ from flax import nnx
 from lm_trainer.models import (
     AnyModel,
     ApertusConfig,
+    ArceeConfig,
     BackpackConfig,
     Cohere2Config,
     DecoderConfig,
@@ -35,6 +36,7 @@ from lm_trainer.models import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
     SmolLm3Config,
     StarCoder2Config,
 )
@@ -97,10 +99,12 @@ TINY: dict[str, AnyModel] = {
     "cohere2": Cohere2Config(**{**ROTARY, "num_layers": 3}, head_dim=12, sliding_window=4, sliding_window_pattern=2),
     "starcoder2": StarCoder2Config(**ROTARY, sliding_window=4),
     "glm4": Glm4Config(**ROTARY, head_dim=12, partial_rotary_factor=0.5),
+    "arcee": ArceeConfig(**ROTARY),
+    "seed_oss": SeedOssConfig(**ROTARY, head_dim=12),
     "apertus": ApertusConfig(**ROTARY, rope=Llama3Rope(original_max_position_embeddings=8)),
 }
 
-WITHOUT_OWN_PARTS = ("mistral", "qwen2", "qwen3", "olmo2", "phi3", "smollm3", "starcoder2", "glm4")
+WITHOUT_OWN_PARTS = ("mistral", "qwen2", "qwen3", "olmo2", "phi3", "smollm3", "starcoder2", "glm4", "seed_oss")
 """Families that combine parts of the others: where a test of all of them is expensive, the others stand for these."""
 
 

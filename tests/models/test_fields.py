@@ -25,6 +25,7 @@ from lm_trainer.models import (
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
     SmolLm3Config,
     StarCoder2Config,
 )
@@ -112,8 +113,10 @@ def test_defaults_are_llama_2_7b():
         (StarCoder2Config(), 49152, 3_030_371_328),
         (Cohere2Config(), 256000, 8_028_033_024),
         (Glm4Config(), 151552, 9_400_279_040),
+        (SeedOssConfig(), 155136, 36_151_104_512),
     ],
-    ids=["Mistral 7B", "Llama 3 8B", "Gemma 2 2B", "Qwen3 0.6B", "SmolLM3 3B", "StarCoder2 3B", "R7B", "GLM-4 9B"],
+    ids=["Mistral 7B", "Llama 3 8B", "Gemma 2 2B", "Qwen3 0.6B", "SmolLM3 3B", "StarCoder2 3B", "R7B", "GLM-4 9B",
+         "Seed-OSS 36B"],
 )  # fmt: skip
 def test_published_sizes(config, vocab_size, parameters):
     assert parameter_count(config.spec(vocab_size)) == parameters

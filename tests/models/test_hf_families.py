@@ -134,6 +134,16 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
         [{"attention_bias": False}, {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}},
          {"tie_word_embeddings": True}, *SCALARS],
     ),
+    "arcee": (
+        "Arcee",
+        {**SHARED, "head_dim": 12},
+        [{"hidden_act": "silu"}, {"rms_norm_eps": 0.1}, {"rope_parameters": YARN}, {"tie_word_embeddings": True}],
+    ),
+    "seed_oss": (
+        "SeedOss",
+        {**SHARED, "head_dim": 12},
+        [{"attention_bias": False}, {"attention_out_bias": True}, {"tie_word_embeddings": True}, *SCALARS],
+    ),
     "apertus": (
         "Apertus",
         {**SHARED, "rope_parameters": LLAMA3},
@@ -307,8 +317,10 @@ def test_a_tied_head_may_be_repeated_but_not_differ(make_hf_model):
         ("cohere2", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
         ("cohere2", {"sliding_window": None}, "sliding_window: Input should be a valid integer"),
         ("cohere2", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "layer_types is not supported"),
-        ("starcoder2", {"hidden_act": "relu2"}, "hidden_act: Input should be 'gelu'"),
+        ("starcoder2", {"hidden_act": "mish"}, "hidden_act: Input should be 'gelu'"),
         ("glm4", {"head_dim": 5}, "head_dim: Input should be a multiple of 2"),
+        ("arcee", {"mlp_bias": True}, "mlp_bias=True is not supported, only False"),
+        ("seed_oss", {"mlp_bias": True}, "mlp_bias=True is not supported, only False"),
         ("apertus", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
     ],
 )

@@ -64,6 +64,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", {**SIZES, "sliding_window": 16, "rope_theta": 1e6, "residual_dropout": 0.1}),
     "glm4": ("Glm4", {**SIZES, "head_dim": 16, "rope_theta": 2e4}),
     "apertus": ("Apertus", SIZES),
+    "arcee": ("Arcee", {**SIZES, "head_dim": 12, "rope_scaling": YARN}),
+    "seed_oss": ("SeedOss", {**SIZES, "head_dim": 16, "rope_theta": 1e7}),
     "gpt_neox": ("GPTNeoX", {**{k: v for k, v in SIZES.items() if k != "num_key_value_heads"},
                              "rotary_pct": 0.5, "rotary_emb_base": 20000}),
     "mpt": ("Mpt", {"vocab_size": 67, "d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 64,
