@@ -19,6 +19,7 @@ from lm_trainer.models.llama import LlamaConfig
 from lm_trainer.models.mistral import MistralConfig
 from lm_trainer.models.mixtral import MixtralConfig
 from lm_trainer.models.mpt import MptConfig
+from lm_trainer.models.nanochat import NanochatConfig
 from lm_trainer.models.neox import GptNeoxConfig
 from lm_trainer.models.olmo import Olmo2Config, Olmo3Config
 from lm_trainer.models.phi import Phi3Config
@@ -49,6 +50,7 @@ AnyModel = Annotated[
     | ApertusConfig
     | ArceeConfig
     | SeedOssConfig
+    | NanochatConfig
     | GptNeoxConfig
     | MixtralConfig
     | Qwen3MoeConfig
@@ -80,6 +82,7 @@ __all__ = [
     "MistralConfig",
     "MixtralConfig",
     "MptConfig",
+    "NanochatConfig",
     "Olmo2Config",
     "Olmo3Config",
     "Phi3Config",

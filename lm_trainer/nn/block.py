@@ -62,8 +62,8 @@ class Block(nnx.Module):
         adapters = None if key is None else jax.random.fold_in(key, 3)
         # These names appear in profiles and rooflines.
         with jax.named_scope("attention"):
-            read_BSD = self.attention_pre_norm(x_BSD)
-            a_BSD, cache = self.attention(read_BSD, context, layer, key=inner, adapter_key=adapters, cache=cache)
+            normed_BSD = self.attention_pre_norm(x_BSD)
+            a_BSD, cache = self.attention(normed_BSD, context, layer, key=inner, adapter_key=adapters, cache=cache)
             # For policies that save this result. The norm after it is cheap, so it is recomputed.
             a_BSD = checkpoint_name(a_BSD, "attention")
             y_BSD = x_BSD + self._scale_and_drop(self.attention_post_norm(a_BSD), after_attention)
@@ -76,7 +76,7 @@ class Block(nnx.Module):
                 y_BSD = y_BSD + self._scale_and_drop(self.cross_post_norm(c_BSD), after_cross)
         with jax.named_scope("mlp"):
             # With a shared norm, `mlp_pre_norm` is the identity.
-            input_BSD = read_BSD if self.shared_norm else x_BSD if self.parallel else y_BSD
+            input_BSD = normed_BSD if self.shared_norm else x_BSD if self.parallel else y_BSD
             h_BSD = self.mlp_pre_norm(input_BSD)
             if isinstance(self.mlp, Moe):
                 m_BSD, stats = self.mlp(h_BSD, context.valid_BS)

@@ -33,7 +33,7 @@ def rope_frequencies(spec: RopeSpec, head_dim: int) -> tuple[np.ndarray, float]:
             scaled_F, magnitude = _scale_by_yarn(scaling, plain_F, spec.theta, dims), scaling.magnitude
         case LongRopeScaling():
             scaled_F, magnitude = plain_F / np.array(scaling.factors), scaling.magnitude
-    return scaled_F.astype(np.float32), magnitude
+    return (-scaled_F if spec.backward else scaled_F).astype(np.float32), magnitude
 
 
 def _scale_by_wavelength(scaling: WavelengthScaling, plain_F: np.ndarray) -> np.ndarray:

@@ -108,6 +108,8 @@ class RopeSpec:
     scaling: LinearScaling | WavelengthScaling | YarnScaling | LongRopeScaling | None = None
     interleaved: bool = False
     """Adjacent dimensions are the coordinates of a rotation, instead of dimension i of both halves of a head."""
+    backward: bool = False
+    """Rotate in the opposite direction."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from lm_trainer.models import (
     MistralConfig,
     MixtralConfig,
     MptConfig,
+    NanochatConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
@@ -101,6 +102,7 @@ TINY: dict[str, AnyModel] = {
     "glm4": Glm4Config(**ROTARY, head_dim=12, partial_rotary_factor=0.5),
     "arcee": ArceeConfig(**ROTARY),
     "seed_oss": SeedOssConfig(**ROTARY, head_dim=12),
+    "nanochat": NanochatConfig(**ROTARY, final_logit_softcapping=2.0),
     "apertus": ApertusConfig(**ROTARY, rope=Llama3Rope(original_max_position_embeddings=8)),
 }
 

@@ -21,6 +21,7 @@ from lm_trainer.models import (
     GptNeoxConfig,
     LlamaConfig,
     MistralConfig,
+    NanochatConfig,
     Olmo3Config,
     Phi3Config,
     Qwen2Config,
@@ -114,9 +115,10 @@ def test_defaults_are_llama_2_7b():
         (Cohere2Config(), 256000, 8_028_033_024),
         (Glm4Config(), 151552, 9_400_279_040),
         (SeedOssConfig(), 155136, 36_151_104_512),
+        (NanochatConfig(), 65536, 560_988_160),
     ],
     ids=["Mistral 7B", "Llama 3 8B", "Gemma 2 2B", "Qwen3 0.6B", "SmolLM3 3B", "StarCoder2 3B", "R7B", "GLM-4 9B",
-         "Seed-OSS 36B"],
+         "Seed-OSS 36B", "nanochat d20"],
 )  # fmt: skip
 def test_published_sizes(config, vocab_size, parameters):
     assert parameter_count(config.spec(vocab_size)) == parameters

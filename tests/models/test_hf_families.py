@@ -144,6 +144,12 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
         {**SHARED, "head_dim": 12},
         [{"attention_bias": False}, {"attention_out_bias": True}, {"tie_word_embeddings": True}, *SCALARS],
     ),
+    "nanochat": (
+        "NanoChat",
+        SHARED,
+        [{"final_logit_softcapping": 1.0}, {"tie_word_embeddings": True}, {"rms_norm_eps": 0.1}, {"hidden_act": "silu"},
+         {"rope_parameters": {**PLAIN, "rope_theta": 100.0}}, {"head_dim": 12}],
+    ),
     "apertus": (
         "Apertus",
         {**SHARED, "rope_parameters": LLAMA3},
@@ -321,6 +327,7 @@ def test_a_tied_head_may_be_repeated_but_not_differ(make_hf_model):
         ("glm4", {"head_dim": 5}, "head_dim: Input should be a multiple of 2"),
         ("arcee", {"mlp_bias": True}, "mlp_bias=True is not supported, only False"),
         ("seed_oss", {"mlp_bias": True}, "mlp_bias=True is not supported, only False"),
+        ("nanochat", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
         ("apertus", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
     ],
 )

@@ -67,6 +67,8 @@ OLD_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("starcoder2", {"norm_epsilon": GONE, "hidden_act": GONE, "use_bias": GONE, "sliding_window": GONE}),
     ("glm4", {"rope_parameters": GONE, "rope_theta": 500.0, "rms_norm_eps": GONE, "attention_bias": GONE}),
     ("apertus", {"rope_parameters": GONE, "rope_theta": 500.0}),
+    ("nanochat", {"rope_parameters": GONE, "final_logit_softcapping": GONE, "hidden_act": GONE, "rms_norm_eps": GONE}),
+    ("nanochat", {"final_logit_softcapping": None}),
     ("apertus", {"rope_parameters": GONE, "rope_scaling": OLD_LLAMA3, "rope_theta": 500.0, "hidden_act": GONE}),
 ]  # fmt: skip
 """A family, and the edits of a config.json that transformers 5 wrote."""

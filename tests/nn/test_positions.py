@@ -33,6 +33,13 @@ def test_coordinates_of_a_rotation_may_be_adjacent():
     np.testing.assert_array_equal(actual[..., 1::2], expected[..., 4:])
 
 
+def test_a_rotation_backwards_undoes_one():
+    turned = apply_rope(RopeSpec(100.0), jnp.asarray(X), jnp.asarray(POSITIONS))
+    back = apply_rope(RopeSpec(100.0, backward=True), turned, jnp.asarray(POSITIONS))
+    np.testing.assert_allclose(back, X, atol=1e-5)
+    assert np.abs(np.asarray(turned) - X).max() > 1
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
     "spec",
