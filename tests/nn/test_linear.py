@@ -34,7 +34,7 @@ def test_activation(name):
 def test_xielu():
     xielu = make_activation(XieluSpec(), init=make_init())
     assert isinstance(xielu, Xielu)
-    plus, minus, far = np.maximum(X, 0), np.minimum(X, 0), np.float32([-200.0, 100.0])
+    plus, minus, far = np.maximum(X, 0), np.minimum(X, 0), np.array([-200.0, 100.0], np.float32)
     # Both curvatures are 0.8 at first.
     fresh = 0.8 * plus**2 + 0.8 * (np.expm1(minus) - minus) + 0.5 * X
     np.testing.assert_allclose(xielu(jnp.asarray(X)), fresh, atol=2e-6)
