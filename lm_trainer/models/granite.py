@@ -66,7 +66,7 @@ class GraniteConfig(RotaryConfig):
     embedding_multiplier: float = Field(default=12.0, gt=0)
     """Factor of the token embeddings."""
     attention_multiplier: float = Field(default=1 / 64, gt=0)
-    """Factor of the attention scores, in place of 1 / sqrt(head_dim)."""
+    """Factor of the attention scores, which replaces 1 / sqrt(head_dim)."""
     residual_multiplier: float = Field(default=0.22, gt=0)
     """Factor of the outputs of attention and MLP, before they are added to the residual stream."""
     logits_scaling: float = Field(default=8.0, gt=0)
