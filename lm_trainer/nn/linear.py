@@ -101,6 +101,11 @@ def quick_gelu(x: jax.Array) -> jax.Array:
     return x * jax.nn.sigmoid(1.702 * x)
 
 
+def relu2(x: jax.Array) -> jax.Array:
+    """Computes the square of ReLU (So et al. 2021, arXiv 2109.08668)."""
+    return jnp.square(jax.nn.relu(x))
+
+
 ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
     "gelu": gelu,
     "gelu_new": gelu_new,
@@ -108,4 +113,5 @@ ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "quick_gelu": quick_gelu,
     "tanh": jnp.tanh,
+    "relu2": relu2,
 }

@@ -14,6 +14,7 @@ from lm_trainer.nn.spec import (
     NormSpec,
     OffloadPolicy,
     SenseSpec,
+    XieluSpec,
 )
 
 
@@ -265,14 +266,16 @@ def _sense_parameters(spec: SenseSpec, hidden: int) -> int:
     width, sense_width = spec.attention.num_heads * spec.attention.head_dim, spec.attention.num_heads * hidden
     out = (hidden + sense_width) * spec.out.hidden_dim + (spec.out.hidden_dim + sense_width if spec.out.bias else 0)
     weighing = 2 * (hidden * width + (width if spec.attention.bias else 0))
-    return _mlp_parameters(spec.mlp, hidden) + out + weighing + 3 * _norm_parameters(spec.norm, hidden)
+    mlps = _mlp_parameters(spec.mlp, hidden) + out + _activation_parameters(spec.out)
+    return mlps + weighing + 3 * _norm_parameters(spec.norm, hidden)
 
 
 def _block_parameters(block: BlockSpec, hidden: int) -> int:
-    norms = _norm_parameters(block.pre_norm, hidden) + _norm_parameters(block.post_norm, hidden)
     attentions = [block.attention] if block.cross is None else [block.attention, block.cross]
     parts = sum(_attention_parameters(attention, hidden) for attention in attentions)
-    return parts + _mlp_parameters(block.mlp, hidden) + (1 + len(attentions)) * norms
+    pre_norms = (1 + len(attentions) - block.shared_norm) * _norm_parameters(block.pre_norm, hidden)
+    post_norms = (1 + len(attentions)) * _norm_parameters(block.post_norm, hidden)
+    return parts + _mlp_parameters(block.mlp, hidden) + pre_norms + post_norms
 
 
 def _attention_parameters(spec: AttentionSpec, hidden: int) -> int:
@@ -295,7 +298,12 @@ def _mlp_parameters(spec: MlpSpec | MoeSpec, hidden: int) -> int:
         return spec.num_experts * (hidden + 3 * hidden * spec.hidden_dim)
     # Up, down, and the optional gate.
     weights = (2 + spec.gated) * hidden * spec.hidden_dim
-    return weights + ((1 + spec.gated) * spec.hidden_dim + hidden if spec.bias else 0)
+    biases = (1 + spec.gated) * spec.hidden_dim + hidden if spec.bias else 0
+    return weights + biases + _activation_parameters(spec)
+
+
+def _activation_parameters(spec: MlpSpec) -> int:
+    return 2 if isinstance(spec.activation, XieluSpec) else 0
 
 
 def _num_active_weights(spec: MlpSpec | MoeSpec, hidden: int) -> int:
