@@ -41,6 +41,7 @@ from lm_trainer.run.training.token_probabilities import TokenProbabilities
 from lm_trainer.run.weights.adapters import describe_num_params, find_base_checkpoint, training_flops
 from lm_trainer.run.weights.initial_weights import choose_vocab_size
 from lm_trainer.run.weights.pretrained import HfStart, find_hf_start, published_model_settings
+from lm_trainer.run.weights.reference import find_reference, with_reference_weights
 from lm_trainer.run.weights.saved_model import SETTINGS, TOKENIZER, tokenizer_digests
 from lm_trainer.step.state.model_def import ModelDef
 from lm_trainer.step.state.train_state import TrainState
@@ -217,6 +218,9 @@ def _build_prepared_run(
         # Here `initialize_from` names the frozen base model of the adapter, and not the initial weights of the state.
         model, loads = base.with_initial_weights(model), loads.model_copy(update={"initialize_from": None})
         facts |= base.facts
+    if reference := find_reference(config, attempt.store):
+        facts |= reference.facts
+    model = with_reference_weights(model, config, reference)
     setup = plan_for_memory(
         lambda trainer: setup_from_config(config, trainer, model),
         config.trainer,
@@ -226,7 +230,8 @@ def _build_prepared_run(
     state = attempt.load_state(setup, setup.init, data.fingerprints, config=loads)
     spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
     recomputed = recomputed_flops_per_token(spec, seq_len, every_layer=recomputes_layers(config.trainer, spec))
-    flops = training_flops(flops_per_token(spec, seq_len), model)
+    count = flops_per_token(spec, seq_len)
+    flops = training_flops(count, model) + config.loss.extra_forward_passes * count.forward
     return PreparedRun(config, attempt, data, setup, state, facts, flops, recomputed, hub_name, settings)
 
 
