@@ -225,7 +225,7 @@ class _Pricing:
             gathers=-(-microbatches // group.max_terms),
             params=self._count_device_params(config, mesh),
             backend=self._backend(config),
-            training_flops=training_flops(flops_per_token(spec, length), self._model),
+            training_flops=training_flops(flops_per_token(spec, length), self._model, config.loss),
         )
         return step_cost(work, self._machine)
 

@@ -230,8 +230,7 @@ def _build_prepared_run(
     state = attempt.load_state(setup, setup.init, data.fingerprints, config=loads)
     spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
     recomputed = recomputed_flops_per_token(spec, seq_len, every_layer=recomputes_layers(config.trainer, spec))
-    count = flops_per_token(spec, seq_len)
-    flops = training_flops(count, model) + config.loss.extra_forward_passes * count.forward
+    flops = training_flops(flops_per_token(spec, seq_len), model, config.loss)
     return PreparedRun(config, attempt, data, setup, state, facts, flops, recomputed, hub_name, settings)
 
 

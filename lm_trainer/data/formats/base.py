@@ -74,6 +74,10 @@ class FormatConfig(Config):
         """True if every row is stored as two documents, which must stay next to each other."""
         return self.content != "documents"
 
+    def describe_count(self, documents: int) -> str:
+        """Describes a number of stored documents, such as `600 documents` or `300 pairs`."""
+        return f"{documents // (2 if self.is_paired else 1):,} {self.content}"
+
     @property
     def keeps_features(self) -> bool:
         """True if the cache stores features with the tokens."""

@@ -42,6 +42,10 @@ def pack_pairs(lengths_D: np.ndarray, seq_len: int) -> PairPlan:
     inputs_P2 = (lengths_D - 1).reshape(-1, 2)
     sizes_P = inputs_P2.sum(1)
     kept = np.flatnonzero(sizes_P <= seq_len)
+    too_long, longest = len(sizes_P) - len(kept), int(sizes_P.max(initial=0))
+    if not len(kept):
+        nothing = PackingPlan(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(1, np.int64))
+        return PairPlan(nothing, len(sizes_P), too_long, longest)
     lengths = sizes_P[kept] + 1
     plan = pack_best_fit(lengths, seq_len)
     # The plan counts the kept pairs as if each were one document of a stream.
@@ -50,7 +54,7 @@ def pack_pairs(lengths_D: np.ndarray, seq_len: int) -> PairPlan:
     # An empty document is read at the beginning of the other one, because the stream may end at its own.
     starts_P2 = np.where(inputs_P2 > 0, starts_P2, starts_P2[:, ::-1])
     expanded = PackingPlan(starts_P2.reshape(-1), inputs_P2.reshape(-1).astype(np.int32), 2 * plan.firsts_R)
-    return PairPlan(expanded, len(sizes_P), len(sizes_P) - len(kept), int(sizes_P.max(initial=0)))
+    return PairPlan(expanded, len(sizes_P), too_long, longest)
 
 
 def open_pair_plan(title: str, cache: OpenCache, format: AnswerFormat, seq_len: int) -> PairPlan:

@@ -72,8 +72,8 @@ def _check_trainer(config: RunConfig, name: str) -> None:
         raise ValueError(f"trainer.gather: layer is for the loss of the next token, not for {name}; use model")
     if axes := model_parallel_axes(trainer.step_plan.mesh_shape._asdict()):
         raise ValueError(
-            f"trainer.{axes[0]}_axis_size: {name} is computed by one device for each microbatch; set it to 1, and "
-            f"shard the weights over the data axis"
+            f"trainer.{axes[0]}_axis_size: {name} is computed on whole rows and models; set it to 1, and shard the "
+            f"weights over the data axis or, by model_axis_size, within layers"
         )
 
 

@@ -26,6 +26,7 @@ from lm_trainer.core.files import expand_home
 from lm_trainer.core.tree import named_leaves, nest_named_leaves
 from lm_trainer.models.hf import param_infos
 from lm_trainer.nn.lora import is_adapter_param, merge_lora
+from lm_trainer.objectives import LossConfig, NextTokenConfig
 from lm_trainer.profile.flops import FlopsCount
 from lm_trainer.run.config.loss_checks import has_separate_reference
 from lm_trainer.run.config.run_config import RunConfig
@@ -37,6 +38,7 @@ from lm_trainer.step.state.model_def import ModelDef, Params
 FROZEN = "frozen"
 """Key of the result of `hash_frozen_params` in the record of a checkpoint."""
 _BASE_STEP = "base_step"
+_NEXT_TOKEN = NextTokenConfig()
 _IRRELEVANT_FIELDS = frozenset(
     {"dropout", "init_std", "scan", "remat", "backend", "block_size", "upcast", "balance_coef", "z_coef"}
     | {"vocab_size", "num_positions"}
@@ -191,10 +193,12 @@ def check_frozen_params(restored: Restored, frozen: Params) -> None:
         )
 
 
-def training_flops(count: FlopsCount, model: ModelDef) -> int:
+def training_flops(count: FlopsCount, model: ModelDef, loss: LossConfig = _NEXT_TOKEN) -> int:
     """Returns the number of FLOPs per token of a training step, whether all parameters are trained or only adapters."""
-    adapted = any(map(is_adapter_param, model.trainable))
-    return count.training_with_adapters(2 * _num_params(model, trained=True)) if adapted else count.training
+    extra = loss.extra_forward_passes * count.forward
+    if any(map(is_adapter_param, model.trainable)):
+        return count.training_with_adapters(2 * _num_params(model, trained=True)) + extra
+    return count.training + extra
 
 
 def describe_num_params(model: ModelDef) -> str:
