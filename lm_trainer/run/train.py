@@ -11,6 +11,7 @@ from typing import Any
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.bucket_files import staging_directory
+from lm_trainer.core.data_content import DataContent
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import open_data
 from lm_trainer.data.dataset import Data
@@ -46,6 +47,12 @@ from lm_trainer.run.weights.saved_model import SETTINGS, TOKENIZER, tokenizer_di
 from lm_trainer.step.state.model_def import ModelDef
 from lm_trainer.step.state.train_state import TrainState
 from lm_trainer.trackers import Progress
+
+_LOSS_UNITS: dict[DataContent, str] = {
+    "documents": "in nats a token",
+    "pairs": "per pair of answers",
+    "examples": "per labelled answer",
+}
 
 
 def train(config: RunConfig, *, name: str, progress: Progress, allow_config_change: bool = False) -> Summary:
@@ -238,8 +245,8 @@ def _report_setup(config: RunConfig, vocab_size: int, model: ModelDef, data: Dat
     plan = config.trainer.step_plan.microbatches.at(0)
     so_far = "" if data.complete else " so far"
     progress.note(
-        "each line: the loss of the step's own batch in nats a token, the learning rate, the norm of the gradient, the "
-        "time of a step, tokens a second, and the time left"
+        f"each line: the loss of the step's own batch {_LOSS_UNITS[config.loss.content]}, the learning rate, the norm "
+        "of the gradient, the time of a step, tokens a second, and the time left"
     )
     progress.note(
         f"{describe_num_params(model)}, {data.num_train_tokens:,} training tokens{so_far}, {plan.count} "
