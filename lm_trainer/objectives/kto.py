@@ -30,8 +30,8 @@ class KtoConfig(ReferenceLossConfig):
     beta: PositiveFloat = 0.1
     """Factor of the log ratios. A smaller value lets the model move further from the reference."""
     desirable_weight: NonNegativeFloat = 1.0
-    """Weight w of desirable answers. The paper recommends weights with which (weight * number of answers) of one label
-    is 1 to 4/3 times that of the other."""
+    """Weight w of desirable answers. The paper recommends weights for which (weight * number of answers) is 1 to 4/3
+    times as large for one label as for the other."""
     undesirable_weight: NonNegativeFloat = 1.0
     """Weight w of undesirable answers."""
 

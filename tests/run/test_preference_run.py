@@ -195,6 +195,10 @@ def test_losses_fit_their_data_and_start(changes: dict[str, Any], message: str, 
     [
         ({"trainer": {"gather": "layer"}}, r"trainer\.gather: layer is for the loss of the next token"),
         ({"trainer": {"context_axis_size": 2}}, r"trainer\.context_axis_size: .* set it to 1"),
+        (
+            {"loss": {"type": "dpo", "reference": "x"}, "adapter": {}, "trainer": {"initialize_from": "y"}},
+            r"loss\.reference: with an adapter, the reference of loss: dpo is its frozen base",
+        ),
         ({"z_loss_weight": 1e-4}, "z_loss_weight has no effect with loss: orpo"),
         ({"optimizer": {"type": "sophia-h"}}, "estimates the curvature of a cross-entropy"),
     ],
@@ -202,9 +206,11 @@ def test_losses_fit_their_data_and_start(changes: dict[str, Any], message: str, 
 def test_settings_that_a_preference_loss_does_not_have_are_refused(
     changes: dict[str, Any], message: str, make_config: MakeConfig, in_tmp_path: Path
 ) -> None:
-    trainer = {"initialize_from": None, **changes.pop("trainer", {})}
+    trainer = {"initialize_from": None, **changes.get("trainer", {})}
+    loss = changes.get("loss", {"type": "orpo"})
+    others = {key: value for key, value in changes.items() if key not in ("loss", "trainer")}
     with pytest.raises(ConfigError, match=message):
-        configuration(make_config, {"type": "orpo"}, trainer=trainer, **changes)
+        configuration(make_config, loss, trainer=trainer, **others)
 
 
 def test_runs_from_before_the_key_keep_their_identity() -> None:

@@ -155,8 +155,8 @@ def common_prompt(one: Words, other: Words) -> Words:
 
     Like TRL, a text is compared character by character, and a blank before the answers belongs to the answers.
     """
-    most = min(len(one), len(other)) - 1
-    length = next((i for i in range(max(most, 0)) if one[i] != other[i]), max(most, 0))
+    longest = max(min(len(one), len(other)) - 1, 0)
+    length = next((i for i in range(longest) if one[i] != other[i]), longest)
     if isinstance(one, str) and length and one[length - 1] == " ":
         length -= 1
     return one[:length]

@@ -119,8 +119,8 @@ class UnpairedPreferenceFormat(AnswerFormat):
         record = dict(row.record or {})
         label = record[self.label_field]
         if label not in (0, 1) or isinstance(label, str):
-            found = label if isinstance(label, int | float) else json_type_name(label)
-            raise UnusableRow(f"the field {self.label_field!r} is {found}, not true or false")
+            actual = label if isinstance(label, int | float) else json_type_name(label)
+            raise UnusableRow(f"the field {self.label_field!r} is {actual}, not true or false")
         answer = read_words(record, self.completion_field)
         if self.prompt_field is not None:
             prompt = read_words(record, self.prompt_field)

@@ -41,15 +41,15 @@ def pack_pairs(lengths_D: np.ndarray, seq_len: int) -> PairPlan:
     # The last token of a document is only a target.
     inputs_P2 = (lengths_D - 1).reshape(-1, 2)
     sizes_P = inputs_P2.sum(1)
-    kept = np.flatnonzero(sizes_P <= seq_len)
-    too_long, longest = len(sizes_P) - len(kept), int(sizes_P.max(initial=0))
-    if not len(kept):
+    fitting = np.flatnonzero(sizes_P <= seq_len)
+    too_long, longest = len(sizes_P) - len(fitting), int(sizes_P.max(initial=0))
+    if not len(fitting):
         nothing = PackingPlan(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(1, np.int64))
         return PairPlan(nothing, len(sizes_P), too_long, longest)
-    lengths = sizes_P[kept] + 1
+    lengths = sizes_P[fitting] + 1
     plan = pack_best_fit(lengths, seq_len)
     # The plan counts the kept pairs as if each were one document of a stream.
-    pairs = kept[np.searchsorted(np.cumsum(lengths) - lengths, plan.starts_P)]
+    pairs = fitting[np.searchsorted(np.cumsum(lengths) - lengths, plan.starts_P)]
     starts_P2, inputs_P2 = starts_P2[pairs], inputs_P2[pairs]
     # An empty document is read at the beginning of the other one, because the stream may end at its own.
     starts_P2 = np.where(inputs_P2 > 0, starts_P2, starts_P2[:, ::-1])

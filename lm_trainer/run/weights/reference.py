@@ -35,7 +35,7 @@ def find_reference(config: RunConfig, store: CheckpointStore) -> BaseCheckpoint 
 
 
 def with_reference_weights(model: ModelDef, config: RunConfig, checkpoint: BaseCheckpoint | None) -> ModelDef:
-    """Returns a model whose initial weights include those of its separate reference, if it has one.
+    """Returns the model with a function that also loads the weights of its separate reference, if it has one.
 
     Args:
         model: the model, with a function that loads its own initial weights.
