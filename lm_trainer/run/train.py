@@ -225,7 +225,7 @@ def _build_prepared_run(
         # Here `initialize_from` names the frozen base model of the adapter, and not the initial weights of the state.
         model, loads = base.with_initial_weights(model), loads.model_copy(update={"initialize_from": None})
         facts |= base.facts
-    if reference := find_reference(config, attempt.store):
+    if reference := find_reference(config, attempt.store, data.tokenizer):
         facts |= reference.facts
     model = with_reference_weights(model, config, reference)
     setup = plan_for_memory(

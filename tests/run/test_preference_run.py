@@ -13,8 +13,9 @@ import pytest
 
 from lm_trainer.checkpoint.store import CheckpointStore, read_record
 from lm_trainer.config.loader import load
-from lm_trainer.core.errors import ConfigError
+from lm_trainer.core.errors import ConfigError, UserError
 from lm_trainer.data import open_data
+from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.nn.reference import is_reference_param
 from lm_trainer.run.build.model import loss_function, trace_model
 from lm_trainer.run.build.setup import TrainingSetup, plan_training
@@ -23,6 +24,7 @@ from lm_trainer.run.weights.adapters import find_base_checkpoint
 from lm_trainer.run.weights.reference import find_reference, with_reference_weights
 from lm_trainer.step.state.train_state import to_host
 from tests.conftest import ROOT, run_here
+from tests.data.test_formats import with_specials
 from tests.run.conftest import MakeConfig
 from tests.run.test_adapters import TRAINER, VOCAB, write_base
 
@@ -80,7 +82,7 @@ def plan(config: RunConfig, devices: int) -> TrainingSetup:
     model = trace_model(config, VOCAB)
     if base := find_base_checkpoint(config, store):
         model = base.with_initial_weights(model)
-    model = with_reference_weights(model, config, find_reference(config, store))
+    model = with_reference_weights(model, config, find_reference(config, store, ByteTokenizer()))
     trainer = config.trainer.model_copy(update={"initialize_from": None})
     store.close()
     return plan_training(
@@ -136,8 +138,24 @@ def test_the_reference_is_the_start_and_stays(make_config: MakeConfig, in_tmp_pa
         assert not np.array_equal(params[name], x), name
     # Another reference moves the first loss.
     write_base(Path("other"), seed=1)
-    metrics, params = train(configuration(make_config, {"type": "dpo", "beta": 0.5, "reference": "other"}), 1)
+    config = configuration(make_config, {"type": "dpo", "beta": 0.5, "reference": "other"})
+    metrics, params = train(config, 1)
     assert abs(metrics[0]["loss"] - np.log(2)) > 1e-3
+    store = CheckpointStore(Path("checkpoints/run"), config.trainer.checkpointer)
+    with pytest.raises(UserError, match=r"loss\.reference: other was made for another tokenizer than data\.tokenizer"):
+        find_reference(config, store, with_specials("<x>"))
+    store.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", [{"determinism": "fast"}, {"model_axis_size": 2}], ids=str)
+def test_other_programs_compute_the_same_loss(trainer: Any, make_config: MakeConfig, in_tmp_path: Path) -> None:
+    write_base(Path("base"), seed=0)
+    loss = {"type": "dpo", "beta": 0.5}
+    expected, _ = train(configuration(make_config, loss), 1)
+    actual, _ = train(configuration(make_config, loss, trainer=trainer), 4)
+    for of_step, like in zip(actual, expected, strict=True):
+        assert of_step == {name: pytest.approx(x, rel=1e-3, abs=1e-4) for name, x in like.items()}
 
 
 @pytest.mark.slow

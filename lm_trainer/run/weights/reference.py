@@ -10,11 +10,13 @@ from jax.sharding import Sharding
 
 from lm_trainer.checkpoint.store import CheckpointStore
 from lm_trainer.core.errors import UserError
+from lm_trainer.data import Tokenizer
 from lm_trainer.nn.reference import name_in_reference, policy_params
 from lm_trainer.objectives.base import ReferenceLossConfig
 from lm_trainer.run.config.loss_checks import has_separate_reference
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.weights.adapters import BaseCheckpoint, find_frozen_checkpoint
+from lm_trainer.run.weights.saved_model import read_vocabulary
 from lm_trainer.step.state.model_def import ModelDef, Params
 from lm_trainer.step.state.train_state import copy_params
 
@@ -22,15 +24,22 @@ _REFERENCE_STEP = "reference_step"
 """Key of the step of the reference's checkpoint in the record of every checkpoint."""
 
 
-def find_reference(config: RunConfig, store: CheckpointStore) -> BaseCheckpoint | None:
+def find_reference(config: RunConfig, store: CheckpointStore, tokenizer: Tokenizer) -> BaseCheckpoint | None:
     """Returns the checkpoint of the reference; None if there is no reference, or the reference is the model's start.
 
     Raises:
-        UserError: if the checkpoint does not exist, or its model computes a different function from the model section.
+        UserError: if the checkpoint does not exist, its model computes a different function from the model section, or
+            it was made for another tokenizer.
     """
     loss = config.loss
     if not isinstance(loss, ReferenceLossConfig) or loss.reference is None:
         return None
+    _, saved_tokenizer = read_vocabulary(loss.reference)
+    if saved_tokenizer.identity() != tokenizer.identity():
+        raise UserError(
+            f"loss.reference: {loss.reference} was made for another tokenizer than data.tokenizer, so the log "
+            f"probabilities of the two models cannot be compared; name a model with the same tokenizer"
+        )
     return find_frozen_checkpoint(config, store, loss.reference, "loss.reference", _REFERENCE_STEP)
 
 
