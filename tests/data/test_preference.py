@@ -28,7 +28,7 @@ PLAIN = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-BEST_FIT = {"packing": "best_fit"}
+BEST_FIT: Any = {"packing": "best_fit"}
 
 
 def text_of(tokens: Any) -> str:
@@ -234,7 +234,7 @@ class TestExamples:
         (document,) = format.encode([prepared.value], ByteTokenizer())
         assert isinstance(document, EncodedDocument)
         assert text_of(document.ids) == "[user]Q[assistant]A"
-        assert np.flatnonzero(document.loss_mask).tolist() == [len(document.ids) - 1]
+        assert np.flatnonzero(np.asarray(document.loss_mask)).tolist() == [len(document.ids) - 1]
 
     @pytest.mark.parametrize("label", ["true", None, 2, 0.5])
     def test_labels_are_true_or_false(self, tmp_path: Path, label: Any) -> None:

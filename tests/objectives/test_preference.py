@@ -15,7 +15,7 @@ from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.lora import attach_lora
 from lm_trainer.nn.lora_config import LoraConfig
 from lm_trainer.nn.reference import attach_reference, without_adapters
-from lm_trainer.objectives import DpoConfig, IpoConfig, KtoConfig, OrpoConfig, PreferenceLossConfig, SimpoConfig
+from lm_trainer.objectives import DpoConfig, IpoConfig, KtoConfig, OrpoConfig, SimpoConfig
 from lm_trainer.objectives.mismatch import with_mismatched_answers
 from lm_trainer.objectives.preference import PreferenceLoss
 from tests.compiling import quick_jit
@@ -100,11 +100,22 @@ def tokens_of(examples: list[Example]) -> np.ndarray:
     return np.asarray([len(example.answer) for example in examples], np.float32)
 
 
+def sums_of(model: Decoder, reference: Any, chosen: list[Example], rejected: list[Example]) -> Logps:
+    return Logps(
+        answers_of(model, chosen),
+        answers_of(model, rejected),
+        tokens_of(chosen),
+        tokens_of(rejected),
+        answers_alone(reference, chosen),
+        answers_alone(reference, rejected),
+    )
+
+
 @pytest.mark.parametrize("block_size", [None, 5])
 @pytest.mark.parametrize(
     "loss",
     [DpoConfig(beta=0.5, label_smoothing=0.1, rpo_alpha=0.3), IpoConfig(), SimpoConfig(), OrpoConfig()],
-    ids=lambda loss: loss.type if isinstance(loss, PreferenceLossConfig) else None,
+    ids=lambda loss: getattr(loss, "type", None),
 )
 def test_pairs_in_packed_rows_equal_pairs_alone(loss: Any, block_size: int | None) -> None:
     batch, chosen, rejected = rows_of_pairs()
@@ -116,9 +127,7 @@ def test_pairs_in_packed_rows_equal_pairs_alone(loss: Any, block_size: int | Non
         return 0.37 * total, (weight, metrics)
 
     def alone(params: Any) -> jax.Array:
-        sums = [answers_alone(params, examples) for examples in (chosen, rejected)]
-        of_reference = [answers_alone(parameters(1), examples) for examples in (chosen, rejected)]
-        x = Logps(*sums, tokens_of(chosen), tokens_of(rejected), *of_reference)
+        x = sums_of(nnx.merge(init(SPEC, 0)[0], params), parameters(1), chosen, rejected)
         return 0.37 * jnp.sum(loss_of_pairs(loss, x, jnp))
 
     (value, (weight, metrics)), grads = quick_jit(jax.value_and_grad(packed, has_aux=True))(parameters(0))
@@ -200,9 +209,7 @@ def test_the_base_of_an_adapter_is_the_reference() -> None:
                 node.set_value(node[...] + 0.3)
         after = loss(model, batch, None)
         assert without_adapters(model).blocks is not model.blocks
-        sums = [answers_of(model, examples) for examples in (chosen, rejected)]
-        of_base = [answers_alone(base, examples) for examples in (chosen, rejected)]
-        x = Logps(*sums, tokens_of(chosen), tokens_of(rejected), *of_base)
+        x = sums_of(model, base, chosen, rejected)
         return before[0], after[0], jnp.sum(loss_of_pairs(DpoConfig(beta=0.5), x, jnp))
 
     before, after, expected = quick_jit(losses)()

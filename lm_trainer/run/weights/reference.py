@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding
 
 from lm_trainer.checkpoint.store import CheckpointStore
 from lm_trainer.core.errors import UserError
@@ -63,7 +63,7 @@ def with_reference_weights(model: ModelDef, config: RunConfig, checkpoint: BaseC
             f"trainer.initialize_from or initialize_from_hf"
         )
 
-    def load(shapes: Mapping[str, Any], shardings: Mapping[str, Sharding]) -> Params:
+    def load(shapes: Mapping[str, Any], shardings: Mapping[str, NamedSharding]) -> Params:
         start = load_start(policy_params(shapes), policy_params(shardings))
         if checkpoint is None:
             # Copied, because a step consumes the memory of the trained weights.
