@@ -210,7 +210,7 @@ def test_a_tokenizer_is_trained_on_the_text_of_records(tmp_path: Path) -> None:
     [
         ({"format": {"type": "chat"}, "text_key": "body"}, "text_key has no effect beside format: chat"),
         ({"format": {"type": "text", "text_key": "a"}, "text_key": "b"}, "text_key has no effect beside format: text"),
-        ({"format": {"type": "chatty"}}, "'text', 'chat', 'supervised', 'ids'"),
+        ({"format": {"type": "chatty"}}, "'text', 'chat', 'supervised', 'preference', 'unpaired_preference', 'ids'"),
     ],
 )
 def test_contradictions_are_refused(section: dict[str, Any], message: str) -> None:
