@@ -60,6 +60,10 @@ class Linear(nnx.Module):
         """Makes later calls add the result of the module `adapter` to their result."""
         self.lora = nnx.data(adapter)
 
+    def remove_adapter(self) -> None:
+        """Makes later calls compute the result of the linear map alone."""
+        self.lora = None
+
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """Maps [..., *inputs] to [..., *outputs] in the dtype of `x`, to which weight and bias are cast.
 

@@ -164,7 +164,7 @@ def plan_run(
         memory = StepMemory(config, vocab_size, devices, platform, Correction(growing, workspace))
         planned = memory.plan()
     plan, mesh, spec = memory.largest_step(), memory.setup.sharding.mesh, config.model.spec(vocab_size)
-    flops = training_flops(flops_per_token(spec, config.model.seq_len), memory.setup.model)
+    flops = training_flops(flops_per_token(spec, config.model.seq_len), memory.setup.model, config.loss)
     schedule, steps = trainer.batch_schedule, trainer.num_train_steps
     work = RunWork(
         flops_per_token=flops,

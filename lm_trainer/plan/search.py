@@ -211,7 +211,7 @@ class _Pricing:
         """
         config = layout.config
         spec, mesh = config.model.spec(self._vocab_size), self._mesh(config)
-        flops = training_flops(flops_per_token(spec, config.model.seq_len), self._model)
+        flops = training_flops(flops_per_token(spec, config.model.seq_len), self._model, config.loss)
         model = PlannedModel(spec, self._backend(config), flops)
         work = describe_layout(config, model, layout.plan, mesh, self._count_device_params(config, mesh))
         return step_cost(work, self._machine)
