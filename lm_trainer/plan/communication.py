@@ -19,7 +19,7 @@ class Communication:
     """Gathering of parameters and reduction of gradients over the batch axes."""
     activations: float
     """Communication between devices that share a microbatch."""
-    small_batch: float
+    exposed: float
     """Part of `batch` that no computation can hide: the first gather and the last reduction."""
 
 

@@ -124,4 +124,4 @@ def _hidden_seconds(work: LayoutWork, sent: Communication, busy: float) -> float
         busy *= work.gathers / work.microbatches
     elif work.trainer.bitwise:
         return 0.0
-    return min(busy, sent.batch - sent.small_batch)
+    return min(busy, sent.batch - sent.exposed)
