@@ -23,7 +23,7 @@ from lm_trainer.core.files import expand_home
 
 if TYPE_CHECKING:
     from lm_trainer.data.cache.kvstore import KvStore
-    from lm_trainer.data.inspect import CacheStats, CacheStatus
+    from lm_trainer.data.inspect import CacheStats, CacheStatus, PairStats
     from lm_trainer.data.tokenizer import TokenizerConfig, TrainedBpe
 
 app = typer.Typer(no_args_is_help=True, help="Build caches of tokenised text ahead of training, and inspect them.")
@@ -71,13 +71,14 @@ def build(
         plan = plan_caches(run.data, show, cluster)
         callbacks = BuildCallbacks(show, stopped=signals.is_interrupted)
         try:
-            ledgers = [(cache.name, cache.run(callbacks)) for cache in plan.builds.values()]
+            ledgers = [(cache, cache.run(callbacks)) for cache in plan.builds.values()]
         except Stopped:
             # The build noticed the signal itself, because the exception that Python raised was lost.
             raise signals.to_exception() from None
-    for name, ledger in ledgers:
+    for cache, ledger in ledgers:
         bad = f", {ledger.bad} bad rows left out" if ledger.bad else ""
-        clean.echo(f"{name}: {ledger.num_documents:,} documents, {ledger.num_tokens:,} tokens{bad}")
+        documents = cache.format.describe_count(ledger.num_documents)
+        clean.echo(f"{cache.name}: {documents}, {ledger.num_tokens:,} tokens{bad}")
     clean.echo(f"in {', '.join(plan.directories)}")
 
 
@@ -93,10 +94,32 @@ def status(
 
     caches = report.cache_statuses(run.data)
     if as_json:
-        clean.echo(json.dumps({"caches": [cache.as_dict() for cache in caches]}))
+        clean.echo(json.dumps({"caches": [_status_as_dict(cache) for cache in caches]}))
     else:
         clean.echo("\n".join(map(str, caches)))
     _refuse_mismatched_caches(caches)
+
+
+def _status_as_dict(cache: "CacheStatus") -> dict[str, Any]:
+    ledger = cache.ledger
+    status = {
+        "url": cache.url,
+        "fingerprint": cache.fingerprint,
+        "shards": cache.num_shards,
+        "shards_done": cache.num_shards if ledger.finished else ledger.next[0],
+        "parts": len(ledger.parts),
+        "documents": ledger.num_documents,
+        "tokens": ledger.num_tokens,
+        "text_bytes": sum(ledger.text_bytes),
+        "bad_rows": ledger.bad,
+        "builder": cache.builder,
+        "misfit": cache.misfit,
+    }
+    return _named(cache, status)
+
+
+def _named(cache: "CacheStatus", values: dict[str, Any]) -> dict[str, Any]:
+    return {"name": cache.name, "finished": cache.ledger.finished, **values}
 
 
 def _refuse_mismatched_caches(caches: "list[CacheStatus]") -> None:
@@ -166,11 +189,11 @@ def inspect(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     cache: Annotated[str, _CACHE] = "train",
-    first: Annotated[int, typer.Option("--first", metavar="N", min=0, help="Index of the first document.")] = 0,
-    count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Number of documents.")] = 3,
+    first: Annotated[int, typer.Option("--first", metavar="N", min=0, help="Index of the first document or pair.")] = 0,
+    count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Number of documents or pairs.")] = 3,
     chars: CharsOption = 300,
 ) -> None:
-    """Print documents as they are stored in the cache: source, tokens and text.
+    """Print documents, or pairs of answers, as they are stored in the cache: source, tokens and text.
 
     For formats that mask tokens, the part with a loss is between ⟦ and ⟧.
     """
@@ -178,7 +201,8 @@ def inspect(
     from lm_trainer.data import inspect as report
 
     for shown in report.inspect_documents(run.data, cache, first, count, chars):
-        clean.echo(f"[{shown.number}] {shown.where}: {shown.tokens} tokens, {shown.in_loss} of them learnt")
+        name = f"{shown.number} {shown.role}".rstrip()
+        clean.echo(f"[{name}] {shown.where}: {shown.tokens} tokens, {shown.in_loss} of them learnt")
         truncate = chars and len(shown.text) > chars
         clean.echo(shown.text[:chars] + " ..." if truncate else shown.text)
 
@@ -200,11 +224,19 @@ def stats(
     _refuse_mismatched_caches(caches)
     listed: list[dict[str, Any]] = []
     for cache in caches:
+        if cache.format.is_paired:
+            pairs = report.pair_stats(KvStore(cache.url), cache.ledger, seq_len)
+            if as_json:
+                listed.append(_named(cache, pairs._asdict()))
+            else:
+                _print_pair_stats(cache, pairs, seq_len)
+            continue
         # Each recording is one row.
         packed_into = None if cache.features else seq_len
         statistics = report.cache_stats(KvStore(cache.url), cache.ledger, packed_into, excluded.get(cache.key))
         if as_json:
-            listed.append({"name": cache.name, "finished": cache.ledger.finished, **statistics.as_dict()})
+            packing = {name: packed._asdict() for name, packed in statistics.packing.items()}
+            listed.append(_named(cache, {**statistics._asdict(), "packing": packing}))
         else:
             _print_statistics(cache, statistics, seq_len)
     if as_json:
@@ -229,6 +261,20 @@ def _print_statistics(cache: "CacheStatus", statistics: "CacheStats", seq_len: i
             f"  packing {name}: {packed.rows:,} rows of {seq_len}, {packed.used:.1%} of positions used, "
             f"{packed.cut:.1%} of documents cut"
         )
+
+
+def _print_pair_stats(cache: "CacheStatus", statistics: "PairStats", seq_len: int) -> None:
+    noun = cache.format.content
+    so_far = "" if cache.ledger.finished else " (so far)"
+    labels = f", {statistics.desirable:,} of them desirable" if noun == "examples" else ""
+    clean.echo(f"{cache.name}: {statistics.pairs:,} {noun}{labels}, {statistics.tokens:,} tokens{so_far}")
+    lengths = ", ".join(f"{name} {positions:,}" for name, positions in statistics.quantiles.items())
+    clean.echo(f"  positions per {noun[:-1]}: {lengths}")
+    share = statistics.too_long / statistics.pairs
+    clean.echo(
+        f"  packing best_fit: {statistics.rows:,} rows of {seq_len}, {statistics.filled:.1%} of positions filled; "
+        f"{statistics.too_long:,} {noun} ({share:.1%}) are longer than a row"
+    )
 
 
 def _tokenizer_to_train(config: "TokenizerConfig", output: Path, vocab_size: int | None) -> "TrainedBpe":

@@ -37,8 +37,15 @@ def plan(
         ),
     ],
     mfu: Annotated[
-        float, typer.Option("--mfu", min=0.01, max=1, help="Assumed model FLOP utilisation, as a share of the peak.")
-    ] = 0.4,
+        float | None,
+        typer.Option(
+            "--mfu",
+            min=0.01,
+            max=1,
+            help="Model FLOP utilisation, as a share of the peak, instead of the expected one.",
+            show_default=False,
+        ),
+    ] = None,
     price: Annotated[
         list[str] | None,
         typer.Option(

@@ -39,8 +39,10 @@ def _positions(family: Any) -> str:
     spec = _spec(family)
     if spec.embedding.learned_positions:
         return "learned"
-    kind = type(spec.blocks[0].attention.positions).__name__.removesuffix("Spec")
-    return {"Rope": "rotary", "Alibi": "ALiBi"}[kind]
+    kinds = {type(block.attention.positions).__name__.removesuffix("Spec") for block in spec.blocks}
+    some_absent = "NoneType" in kinds
+    (kind,) = kinds - {"NoneType"}
+    return {"Rope": "rotary", "Alibi": "ALiBi"}[kind] + (", not in every layer" if some_absent else "")
 
 
 def _attention(family: Any) -> str:
@@ -59,7 +61,9 @@ def _mlp(family: Any) -> str:
     mlp = _spec(family).blocks[0].mlp
     if _spec(family).num_routers:
         return f"{mlp.num_experts} experts, {mlp.top_k} for each token"
-    return f"gated {mlp.activation}" if mlp.gated else mlp.activation
+    activation = mlp.activation
+    name = activation if isinstance(activation, str) else type(activation).__name__.removesuffix("Spec").lower()
+    return f"gated {name}" if mlp.gated else name
 
 
 def _norm(family: Any) -> str:
@@ -67,7 +71,8 @@ def _norm(family: Any) -> str:
     block = spec.blocks[0]
     kind = (block.pre_norm or block.post_norm).kind
     where = [name for name, norm in (("before", block.pre_norm), ("after", block.post_norm)) if norm]
-    return f"{'RMS' if kind == 'rms' else 'layer'}, {' and '.join(where)}"
+    shared = ", one for both parts" if block.shared_norm else ""
+    return f"{'RMS' if kind == 'rms' else 'layer'}, {' and '.join(where)}{shared}"
 
 
 def _head(family: Any) -> str:

@@ -69,7 +69,7 @@ def open_bench_session(config: RunConfig) -> Iterator[BenchSession]:
     devices = setup.sharding.mesh.devices
     yield BenchSession(
         tokens_per_step=trainer.batch_schedule.at(0) * seq_len,
-        flops_per_token=training_flops(flops_per_token(spec, seq_len), setup.model),
+        flops_per_token=training_flops(flops_per_token(spec, seq_len), setup.model, config.loss),
         recomputed_flops_per_token=recomputed_flops_per_token(
             spec, seq_len, every_layer=recomputes_layers(trainer, spec)
         ),

@@ -221,8 +221,8 @@ class DataConfig(SetConfig):
     """Method of filling rows with documents, for all sets or by name. `concat` concatenates documents and splits the
     stream into rows, which may split documents. `best_fit` splits only documents longer than a row, and adds a little
     padding. With both, attention stays within a document, and held-out text fills rows in the same way. If absent,
-    sets with the `format` `chat` or `supervised` use `best_fit`, so that an answer has its prompt in context, and
-    others use `concat`."""
+    sets with prompts and answers (`format` `chat`, `supervised`, `preference` and `unpaired_preference`) use
+    `best_fit`, so that an answer has its prompt in context, and others use `concat`."""
     configs: AffectsResults[dict[str, SetConfig]] = {}
     """The sets of a mixture by name, each with its own files, cache and validation text. They replace the files of this
     block. A set without a `cache_dir` has its cache in `cache_dir/NAME`."""
@@ -331,6 +331,20 @@ class DataConfig(SetConfig):
             raise ValueError("exclude leaves out documents, but a pipeline of Grain makes rows; leave them out there")
         if self.features_shape is not None and any(self.packing_of(name) == "best_fit" for name in self.sets):
             raise ValueError("packing has no effect beside format: {type: audio}, of which every row is a document")
+        return self
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> Self:
+        for name, set_config in self.sets.items():
+            if not set_config.format.is_paired:
+                continue
+            kind = f"format: {set_config.format.type}"
+            if "packing" in self.model_fields_set and self.packing_of(name) != "best_fit":
+                raise ValueError(f"packing: {kind} is packed by best_fit, so that no answer is cut; remove packing")
+            if self.exclude:
+                raise ValueError(f"exclude leaves out documents, but {kind} has pairs; leave them out of the files")
+            if self.value_for_set(self.num_validation_sequences, name) is not None:
+                raise ValueError(f"num_validation_sequences might cut a pair of {kind}; name validation_urls instead")
         return self
 
     @model_validator(mode="after")

@@ -14,11 +14,13 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.piecewise import BatchSchedule
 from lm_trainer.data.config import DataConfig
 from lm_trainer.data.fingerprints import DataIdentity
+from lm_trainer.data.formats.answers import AnswerFormat
 from lm_trainer.data.loader import HostRows, TrainIterator, row_dataset
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.rows.grain_rows import GrainRows
 from lm_trainer.data.rows.growing_order import GrowingOrder
 from lm_trainer.data.rows.order import TrainOrder, TrainSet
+from lm_trainer.data.rows.pair_packing import PairPlan
 from lm_trainer.data.rows.row_builder import PendingEvalSet, RowBuilder
 from lm_trainer.data.rows.train_sets import TrainSets, num_full_steps
 from lm_trainer.data.tokenize.background import BackgroundBuilds
@@ -72,6 +74,16 @@ class Data:
     def notes(self) -> list[str]:
         """Notes on sets whose order depends on more than the step, or is not controlled by this program."""
         return [train.rows.note for train in self.train_sets if isinstance(train.rows, GrainRows)]
+
+    def left_out_pairs(self) -> dict[str, PairPlan]:
+        """Returns the packing plan of every complete set of pairs that is longer than a row in part, by cache name."""
+        plans = {}
+        for name, cache in self.caches.items():
+            set_name = name.rpartition("/")[0]
+            format = self.config.sets[set_name].format
+            if isinstance(format, AnswerFormat) and cache.finished:
+                plans[name] = self._row_builder.pack_pairs(set_name, cache, format)
+        return {name: plan for name, plan in plans.items() if plan.too_long}
 
     @property
     def complete(self) -> bool:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from lm_trainer.core.data_content import DataContent
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data.cache.checksums import is_intact
 from lm_trainer.data.cache.documents import document_lengths, find_first_piece, read_lengths
@@ -34,8 +35,10 @@ from lm_trainer.data.cache.loss_mask import IN_LOSS, LossMaskStream
 from lm_trainer.data.cache.token_location import TokenLocation
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.config import DataConfig
+from lm_trainer.data.formats import FormatConfig, TextFormat
 from lm_trainer.data.provenance import find_source
 from lm_trainer.data.rows.packing import PackingStats, packing_stats
+from lm_trainer.data.rows.pair_packing import pack_pairs
 from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenize.cache_spec import CacheSpec, find_caches
 from lm_trainer.data.tokenize.finished_cache import FinishedCache
@@ -80,30 +83,12 @@ class CacheStatus:
     """Features of the documents; None if there is only text."""
     prebuilt: bool = False
     """True for a read-only cache that was built elsewhere."""
+    format: FormatConfig = field(default_factory=TextFormat)
 
     @property
     def begun(self) -> bool:
         """True if any part has been built, even if the manifest is lost."""
         return self.fingerprint is not None or self.ledger.begun
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the state as plain data."""
-        ledger = self.ledger
-        return {
-            "name": self.name,
-            "url": self.url,
-            "fingerprint": self.fingerprint,
-            "finished": ledger.finished,
-            "shards": self.num_shards,
-            "shards_done": self.num_shards if ledger.finished else ledger.next[0],
-            "parts": len(ledger.parts),
-            "documents": ledger.num_documents,
-            "tokens": ledger.num_tokens,
-            "text_bytes": sum(ledger.text_bytes),
-            "bad_rows": ledger.bad,
-            "builder": self.builder,
-            "misfit": self.misfit,
-        }
 
     def __str__(self) -> str:
         ledger = self.ledger
@@ -114,7 +99,7 @@ class CacheStatus:
         feature_text = f", {self.features.describe(ledger.num_documents)}" if self.features else ""
         by = f", {self.builder} builds it" if self.builder else ""
         return (
-            f"{self.name}: {state}; {len(ledger.parts)} parts, {ledger.num_documents:,} documents, "
+            f"{self.name}: {state}; {len(ledger.parts)} parts, {self.format.describe_count(ledger.num_documents)}, "
             f"{ledger.num_tokens:,} tokens of {sum(ledger.text_bytes) / 1e6:,.1f} MB{feature_text}{bad}{by} "
             f"({self.url}, {self.fingerprint or 'no manifest'})"
         )
@@ -142,7 +127,17 @@ def _cache_status(name: str, cache: CacheSpec, misfit: str | None) -> CacheStatu
     ledger = Ledger.read(store)
     shards = len(cache.shards)
     return CacheStatus(
-        cache.title, store.url, manifest_hash, ledger, shards, builder_text, misfit, name, features, cache.prebuilt
+        cache.title,
+        store.url,
+        manifest_hash,
+        ledger,
+        shards,
+        builder_text,
+        misfit,
+        name,
+        features,
+        cache.prebuilt,
+        format,
     )
 
 
@@ -225,10 +220,6 @@ class CacheStats(NamedTuple):
     """Number of documents that `data.exclude` leaves out. The other statistics do not include them."""
     left_out_tokens: int
 
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the statistics as plain data."""
-        return self._asdict() | {"packing": {name: packed._asdict() for name, packed in self.packing.items()}}
-
 
 def cache_stats(store: KvStore, ledger: Ledger, seq_len: int | None, exclusion: Exclusion | None = None) -> CacheStats:
     """Computes statistics of document lengths, and of how well documents fill rows of `seq_len`.
@@ -246,8 +237,7 @@ def cache_stats(store: KvStore, ledger: Ledger, seq_len: int | None, exclusion: 
         exclusion.check_matches_cache(store.url, ledger, len(lengths_D))
         left_out = lengths_D[exclusion.documents_N]
         lengths_D = np.delete(lengths_D, exclusion.documents_N)
-    points = {"least": 0, "5 %": 5, "median": 50, "95 %": 95, "most": 100}
-    quantiles = {name: int(np.percentile(lengths_D, point)) for name, point in points.items()}
+    quantiles = _quantiles(lengths_D)
     # Loss targets are counted in the full stream, so they are not counted if documents are excluded.
     masked = ledger.marks and not len(left_out)
     count_targets = partial(_num_targets, store, ledger, lengths_D) if masked else None
@@ -276,10 +266,46 @@ def _num_targets(store: KvStore, ledger: Ledger, lengths_D: np.ndarray, count: i
     return targets
 
 
+class PairStats(NamedTuple):
+    """Statistics of the pairs of a cache, and of how well they fill rows."""
+
+    pairs: int
+    desirable: int
+    """Number of pairs with a chosen answer, which is the number of desirable answers if answers have labels."""
+    tokens: int
+    quantiles: dict[str, int]
+    """Quantiles of the number of positions that both documents of a pair take in a row."""
+    too_long: int
+    """Number of pairs that are longer than a row."""
+    rows: int
+    filled: float
+    """Fraction of the positions of the rows that are not padding."""
+
+
+def pair_stats(store: KvStore, ledger: Ledger, seq_len: int) -> PairStats:
+    """Computes statistics of a cache whose rows are pairs. Raises `UserError` if it does not have any yet."""
+    lengths_D = document_lengths(store, ledger)
+    if not len(lengths_D):
+        raise UserError(f"{store.url} holds no pairs yet; run: lmt data build")
+    packed = pack_pairs(lengths_D, seq_len)
+    sizes_P, plan = (lengths_D - 1).reshape(-1, 2).sum(1), packed.plan
+    filled = int(plan.lengths_P.sum()) / max(plan.num_rows * seq_len, 1)
+    desirable = int(np.count_nonzero(lengths_D[::2] > 1))
+    return PairStats(
+        packed.pairs, desirable, int(lengths_D.sum()), _quantiles(sizes_P), packed.too_long, plan.num_rows, filled
+    )
+
+
+def _quantiles(values: np.ndarray) -> dict[str, int]:
+    points = {"least": 0, "5 %": 5, "median": 50, "95 %": 95, "most": 100}
+    return {name: int(np.percentile(values, point)) for name, point in points.items()}
+
+
 class ShownDocument(NamedTuple):
     """A document as it is stored in the cache."""
 
     number: int
+    """Number of the document. The two documents of a pair have the number of the pair."""
     where: str
     """Origin of the document: its file, and its line or row."""
     tokens: int
@@ -288,6 +314,8 @@ class ShownDocument(NamedTuple):
     text: str
     """The text, or a beginning of it that is longer than requested. If the cache has a loss mask, tokens that count in
     the loss are enclosed in `⟦` and `⟧`."""
+    role: str = ""
+    """Role of the answer in its pair, such as `chosen` or `undesirable`."""
 
 
 def inspect_documents(config: DataConfig, name: str, first: int, count: int, chars: int = 0) -> Iterator[ShownDocument]:
@@ -296,8 +324,8 @@ def inspect_documents(config: DataConfig, name: str, first: int, count: int, cha
     Args:
         config: the `data` section that built the cache.
         name: name of the cache, `NAME/train` or `NAME/validation`. For a single set, `train` or `validation`.
-        first: number of the first document.
-        count: number of documents.
+        first: number of the first document, or of the first pair if rows are pairs.
+        count: number of documents or of pairs.
         chars: number of characters to show of each text; 0 shows all.
 
     Raises:
@@ -312,12 +340,28 @@ def inspect_documents(config: DataConfig, name: str, first: int, count: int, cha
     build = open_builds(config, directory, caches)[name]
     assert not isinstance(build, ReadyRows)
     ledger = build.read_ledger()
-    if first >= ledger.num_documents:
+    content = build.format.content
+    total = ledger.num_documents if content == "documents" else ledger.num_documents // 2
+    if first >= total:
         so_far = "" if ledger.finished else " so far; lmt data build goes on with it"
-        raise UserError(f"there is no document {first}: {build.store.url} holds {ledger.num_documents}{so_far}")
+        raise UserError(f"there is no {content[:-1]} {first}: {build.store.url} holds {total}{so_far}")
     documents = _DocumentReader(build, ledger, chars)
-    for number in range(first, min(first + count, ledger.num_documents)):
-        yield documents[number]
+    for number in range(first, min(first + count, total)):
+        if content == "documents":
+            yield documents[number]
+            continue
+        for side, role in enumerate(_ROLES[content]):
+            shown = documents[2 * number + side]
+            # An answer with a label has an empty document in place of the other answer.
+            if shown.tokens > 1:
+                yield shown._replace(number=number, role=role)
+
+
+_ROLES: dict[DataContent, tuple[str, str]] = {
+    "pairs": ("chosen", "rejected"),
+    "examples": ("desirable", "undesirable"),
+}
+"""Roles of the two documents of a pair."""
 
 
 class _DocumentReader:

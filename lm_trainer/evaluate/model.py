@@ -24,6 +24,7 @@ from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.export.huggingface import TextModel, read_hf, read_hf_config
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.nn.decoder import Decoder
+from lm_trainer.objectives import NextTokenConfig
 from lm_trainer.run.build.model import TokenNll, trace_model
 from lm_trainer.run.build.setup import TrainingSetup, plan_training
 from lm_trainer.run.config.run_config import RunConfig
@@ -111,8 +112,8 @@ def open_eval_model(
     config = read_config(directory, [*_ONE_PROCESS, *overrides])
     _configure_jax(config)
     loaded = load_merged_model(source, step, averaged=averaged)
-    # Adapters are already merged into the weights.
-    config = config.model_copy(update={"adapter": None})
+    # Adapters are already merged into the weights, and the loss of training, which may need a reference, is not used.
+    config = config.model_copy(update={"adapter": None, "loss": NextTokenConfig()})
     return _place_on_devices(loaded, loaded.step, config, context)
 
 

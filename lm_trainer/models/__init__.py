@@ -6,19 +6,28 @@ from typing import Annotated, get_args
 
 from pydantic import Field
 
+from lm_trainer.models.apertus import ApertusConfig
+from lm_trainer.models.arcee import ArceeConfig
 from lm_trainer.models.backpack import BackpackConfig
 from lm_trainer.models.base import DecoderConfig
+from lm_trainer.models.cohere import Cohere2Config
 from lm_trainer.models.gemma import Gemma2Config, Gemma3Config, GemmaConfig
+from lm_trainer.models.glm import Glm4Config
 from lm_trainer.models.gpt2 import Gpt2Config
+from lm_trainer.models.granite import GraniteConfig
 from lm_trainer.models.llama import LlamaConfig
 from lm_trainer.models.mistral import MistralConfig
 from lm_trainer.models.mixtral import MixtralConfig
 from lm_trainer.models.mpt import MptConfig
+from lm_trainer.models.nanochat import NanochatConfig
 from lm_trainer.models.neox import GptNeoxConfig
 from lm_trainer.models.olmo import Olmo2Config, Olmo3Config
 from lm_trainer.models.phi import Phi3Config
 from lm_trainer.models.qwen import Qwen2Config, Qwen3Config
 from lm_trainer.models.qwen_moe import Qwen3MoeConfig
+from lm_trainer.models.seed_oss import SeedOssConfig
+from lm_trainer.models.smollm import SmolLm3Config
+from lm_trainer.models.starcoder import StarCoder2Config
 from lm_trainer.models.whisper import WhisperConfig
 
 AnyModel = Annotated[
@@ -33,6 +42,15 @@ AnyModel = Annotated[
     | Gemma2Config
     | Gemma3Config
     | Phi3Config
+    | SmolLm3Config
+    | GraniteConfig
+    | Cohere2Config
+    | StarCoder2Config
+    | Glm4Config
+    | ApertusConfig
+    | ArceeConfig
+    | SeedOssConfig
+    | NanochatConfig
     | GptNeoxConfig
     | MixtralConfig
     | Qwen3MoeConfig
@@ -48,22 +66,31 @@ MODEL_CONFIGS: tuple[type[DecoderConfig], ...] = get_args(get_args(AnyModel)[0])
 __all__ = [
     "MODEL_CONFIGS",
     "AnyModel",
+    "ApertusConfig",
+    "ArceeConfig",
     "BackpackConfig",
+    "Cohere2Config",
     "DecoderConfig",
     "Gemma2Config",
     "Gemma3Config",
     "GemmaConfig",
+    "Glm4Config",
     "Gpt2Config",
     "GptNeoxConfig",
+    "GraniteConfig",
     "LlamaConfig",
     "MistralConfig",
     "MixtralConfig",
     "MptConfig",
+    "NanochatConfig",
     "Olmo2Config",
     "Olmo3Config",
     "Phi3Config",
     "Qwen2Config",
     "Qwen3Config",
     "Qwen3MoeConfig",
+    "SeedOssConfig",
+    "SmolLm3Config",
+    "StarCoder2Config",
     "WhisperConfig",
 ]

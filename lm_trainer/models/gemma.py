@@ -57,7 +57,8 @@ class _GemmaConfig(RotaryConfig):
     head_dim: int | None = Field(default=256, gt=0, multiple_of=2)
     """Number of dimensions per head. `null`: hidden_dim / num_heads."""
     activation_function: ActivationName = "gelu_new"
-    """Activation of the MLP's gate: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh."""
+    """Activation of the MLP's gate: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, relu2 (its
+    square), silu or tanh."""
     layer_norm_epsilon: float = Field(default=1e-6, gt=0)
     """Epsilon that is added to the mean square in the norms."""
     tie_word_embeddings: bool = True

@@ -14,6 +14,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.models import MODEL_CONFIGS
 from lm_trainer.models.base import DecoderConfig
+from lm_trainer.models.hf_constants import check_constants, constant_tensors
 from lm_trainer.models.hf_stream import SourceSlice, source_slices
 from lm_trainer.models.hf_table import (
     HfFamily,
@@ -89,6 +90,7 @@ def params_from_hf(model_config: DecoderConfig, vocab_size: int, tensors: Mappin
     Raises:
         UserError: for missing, unknown and misshapen tensors, naming them.
     """
+    check_constants_of(model_config, tensors)
     shapes = _param_info_tree(model_config, vocab_size)
     return from_named_leaves(shapes, params_from_tensors(model_config.hf_family(), _infos_by_name(shapes), tensors))
 
@@ -102,7 +104,17 @@ def params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict
     return {name: np.asarray(tensor) for name, tensor in pending_params_to_hf(model_config, params).items()}
 
 
-def pending_params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, PendingTensor]:
+def check_constants_of(model_config: DecoderConfig, tensors: Mapping[str, np.ndarray]) -> None:
+    """Raises UserError if a constant tensor of a file has another value than the family's table.
+
+    `tensors` may load lazily. Only constants are read.
+    """
+    check_constants(model_config.hf_family(), model_config.num_layers, tensors)
+
+
+def pending_params_to_hf(
+    model_config: DecoderConfig, params: Mapping[str, Any]
+) -> dict[str, PendingTensor | np.ndarray]:
     """Returns the same as `params_to_hf`, but assembles each tensor only when NumPy requests it; allocates no memory.
 
     Raises:
@@ -118,7 +130,9 @@ def pending_params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any])
         name for name in leaves.keys() | shapes.keys() if not _shape_matches(leaves.get(name), shapes.get(name))
     ):
         raise UserError(f"the parameters are not those of this configuration: {', '.join(mismatched)}")
-    return pending_tensors(model_config.hf_family(), leaves, named)
+    family = model_config.hf_family()
+    tensors = pending_tensors(family, leaves, named)
+    return {**tensors, **constant_tensors(family, model_config.num_layers, tensors)}
 
 
 def check_writable(model_config: DecoderConfig) -> None:

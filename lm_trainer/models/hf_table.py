@@ -80,6 +80,8 @@ class HfFamily:
     in a file is accepted, and files written here have this value."""
     ignored: str = ""
     """Regular expression for names of tensors in older files that are not parameters."""
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Tensors of each layer (`{}`) without dimensions, which always have this value. `ignored` must match them too."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """Second names of tensors that a file may contain twice, mapped to their first names. Both must be equal, because
     the second is not a separate parameter."""
@@ -222,8 +224,7 @@ def settings_from_hf(family: HfFamily, hf: Mapping[str, Any]) -> dict[str, Any]:
     ]
     settings: dict[str, Any] = {}
     for entry in family.fields:
-        names = (entry.hf, *entry.old_names)
-        value = next((hf[name] for name in names if hf.get(name) is not None), entry.default)
+        value = next((hf[name] for name in (entry.hf, *entry.old_names) if hf.get(name) is not None), entry.default)
         # Only strings have aliases. A list would not be hashable.
         settings[entry.setting] = entry.read.get(value, value) if isinstance(value, str) else value
     try:
@@ -364,9 +365,8 @@ def file_tensors(family: HfFamily, leaves: Mapping[str, ParamInfo]) -> list[File
     for tensor in family.tensors:
         if "{}" not in tensor.hf:
             if all(path in leaves for path in tensor.params):
-                entries.append(
-                    FileTensor(tensor.hf, tensor, tuple(ParamSlice(path, (), leaves[path]) for path in tensor.params))
-                )
+                slices = tuple(ParamSlice(path, (), leaves[path]) for path in tensor.params)
+                entries.append(FileTensor(tensor.hf, tensor, slices))
             continue
         repeats = _count_layers_by_slot(leaves, tensor.params[0].partition("blocks.{}")[0])
         period = len(repeats)
@@ -391,9 +391,8 @@ def _layer_entries(
     if not all(path in leaves for path in paths):
         return []
     if "{expert}" not in tensor.hf:
-        return [
-            FileTensor(tensor.hf.format(layer), tensor, tuple(ParamSlice(path, (row,), leaves[path]) for path in paths))
-        ]
+        slices = tuple(ParamSlice(path, (row,), leaves[path]) for path in paths)
+        return [FileTensor(tensor.hf.format(layer), tensor, slices)]
     return [
         FileTensor(
             tensor.hf.format(layer, expert=expert),

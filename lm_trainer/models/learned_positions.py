@@ -20,7 +20,8 @@ class LearnedPositionsConfig(EqualHeadsConfig):
     embed_pdrop: float = Field(default=0.0, ge=0, lt=1)
     """Dropout rate after the embeddings."""
     activation_function: ActivationName = "gelu_new"
-    """Activation of the MLP: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh."""
+    """Activation of the MLP: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, relu2 (its square),
+    silu or tanh."""
     scale_attn_by_inverse_layer_idx: bool = False
     """Divides the attention scores of layer i (from 0) by i + 1."""
     use_bias: bool = True

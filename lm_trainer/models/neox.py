@@ -96,7 +96,8 @@ class GptNeoxConfig(EqualHeadsConfig):
     num_heads: int = Field(default=64, gt=0)
     """Number of attention heads, each of size hidden_dim / num_heads."""
     activation_function: ActivationName = "gelu"
-    """Activation of the MLP: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh."""
+    """Activation of the MLP: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, relu2 (its square),
+    silu or tanh."""
     tie_word_embeddings: bool = False
     """Ties the weights of the output layer to the token embedding."""
     use_parallel_residual: bool = True

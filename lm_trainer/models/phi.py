@@ -1,4 +1,6 @@
-"""Phi-3 (Abdin et al. 2024): a standard rotary decoder, whose files join matrices that have the same input."""
+"""Phi-3 and Phi-4 (Abdin et al. 2024): a standard rotary decoder, whose files join matrices that have the same
+input.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -68,7 +70,7 @@ _JOINED = (
 
 
 class Phi3Config(RotaryConfig):
-    """The Phi-3 family; the defaults are Phi-3 mini."""
+    """The Phi-3 family, which includes Phi-4 and Phi-4-mini. The defaults are Phi-3 mini."""
 
     hf: ClassVar[HfFamily] = HfFamily(
         model_type="phi3",

@@ -36,7 +36,8 @@ class RotaryConfig(DecoderConfig):
     head_dim: int | None = Field(default=None, gt=0, multiple_of=2)
     """Number of dimensions per head. Unset: hidden_dim / num_heads."""
     activation_function: ActivationName = "silu"
-    """Activation of the MLP's gate: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh."""
+    """Activation of the MLP's gate: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, relu2 (its
+    square), silu or tanh."""
     initializer_range: float = Field(default=0.02, ge=0)
     """Standard deviation of the initial weights. Weights that write to the residual stream are initialised with this
     divided by sqrt(2 * num_layers)."""
@@ -103,14 +104,15 @@ class RotaryConfig(DecoderConfig):
         *,
         embedding: EmbeddingSpec | None = None,
         softcap: float | None = None,
+        logit_scale: float | None = None,
     ) -> DecoderSpec:
-        """Builds the spec of the full model."""
+        """Builds the spec of the full model. `logit_scale` multiplies the logits."""
         return DecoderSpec(
             vocab_size=vocab_size,
             hidden_dim=self.hidden_dim,
             num_positions=self.seq_len,
             blocks=blocks,
-            final_norm=self.norm_spec(),
+            final_norm=replace(self.norm_spec(), factor=logit_scale),
             embedding=embedding or EmbeddingSpec(),
             head=HeadSpec(tied=self.tie_word_embeddings, softcap=softcap),
             init_std=self.initializer_range,
@@ -121,9 +123,20 @@ class RotaryConfig(DecoderConfig):
 
 
 def hf_fields(
-    *, activation: str = "hidden_act", read: Mapping[str, str] = ACTIVATIONS, **defaults: Any
+    *,
+    activation: str = "hidden_act",
+    epsilon: str = "rms_norm_eps",
+    read: Mapping[str, str] = ACTIVATIONS,
+    **defaults: Any,
 ) -> tuple[HfField, ...]:
-    """Returns the config.json fields that these families share. `defaults` are the family's transformers defaults."""
+    """Returns the config.json fields that these families share.
+
+    Args:
+        activation: name of the activation's field.
+        epsilon: name of the field with the epsilon of the norms.
+        read: maps names of activations in the file to ours.
+        defaults: the family's transformers defaults, where they differ.
+    """
     fields = (
         HfField("max_position_embeddings", "seq_len", 2048),
         HfField("hidden_size", "hidden_dim", 4096),
@@ -133,7 +146,7 @@ def hf_fields(
         # One function has two names. The files of these families use PyTorch's name.
         HfField(activation, "activation_function", "silu", read=read, write={"gelu_new": "gelu_pytorch_tanh"}),
         HfField("initializer_range", "initializer_range", 0.02),
-        HfField("rms_norm_eps", "layer_norm_epsilon", 1e-6),
+        HfField(epsilon, "layer_norm_epsilon", 1e-6),
         HfField("tie_word_embeddings", "tie_word_embeddings", False),
     )
     assert defaults.keys() <= {entry.hf for entry in fields}

@@ -151,8 +151,8 @@ class WhisperConfig(DecoderConfig):
     num_frames: int = Field(default=3000, gt=0, multiple_of=2)
     """Number of frames per row; 3000 are 30 s at 100 frames per second. Shorter audio is padded with silence."""
     activation_function: ActivationName = "gelu"
-    """Activation of the MLPs: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh. The
-    convolutions always use gelu."""
+    """Activation of the MLPs: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, relu2 (its square),
+    silu or tanh. The convolutions always use gelu."""
     initializer_range: float = Field(default=0.02, ge=0)
     """Standard deviation of the initial weights. Weights that write to a residual stream are initialised with this
     divided by sqrt(2 * layers of this stream)."""

@@ -24,17 +24,18 @@ class Block(nnx.Module):
     """Computes `x += post(f(pre(x)))` for each sublayer f in turn: attention, cross-attention if there is an encoder,
     and the MLP. An absent norm is the identity.
 
-    With `parallel`, the MLP reads the same input as attention.
+    With `parallel`, the MLP reads the same input as attention; with `shared_norm`, also through the same norm.
     """
 
     def __init__(self, spec: BlockSpec, dim: int, *, init: Initializer):
         self.dropout = spec.dropout
-        self.parallel = spec.parallel
+        self.residual_scale = spec.residual_scale
+        self.parallel, self.shared_norm = spec.parallel, spec.shared_norm
         axis = {"embed": dim}
         self.attention_pre_norm = make_norm(spec.pre_norm, axis, init=init)
         self.attention = Attention(spec.attention, dim, init=init)
         self.attention_post_norm = make_norm(spec.post_norm, axis, init=init)
-        self.mlp_pre_norm = make_norm(spec.pre_norm, axis, init=init)
+        self.mlp_pre_norm = make_norm(None if spec.shared_norm else spec.pre_norm, axis, init=init)
         mlp = spec.mlp
         self.mlp = Moe(mlp, dim, init=init) if isinstance(mlp, MoeSpec) else Mlp(mlp, dim, init=init)
         self.mlp_post_norm = make_norm(spec.post_norm, axis, init=init)
@@ -61,23 +62,29 @@ class Block(nnx.Module):
         adapters = None if key is None else jax.random.fold_in(key, 3)
         # These names appear in profiles and rooflines.
         with jax.named_scope("attention"):
-            h_BSD = self.attention_pre_norm(x_BSD)
-            a_BSD, cache = self.attention(h_BSD, context, layer, key=inner, adapter_key=adapters, cache=cache)
+            normed_BSD = self.attention_pre_norm(x_BSD)
+            a_BSD, cache = self.attention(normed_BSD, context, layer, key=inner, adapter_key=adapters, cache=cache)
             # For policies that save this result. The norm after it is cheap, so it is recomputed.
             a_BSD = checkpoint_name(a_BSD, "attention")
-            y_BSD = x_BSD + dropout(self.attention_post_norm(a_BSD), self.dropout, after_attention)
+            y_BSD = x_BSD + self._scale_and_drop(self.attention_post_norm(a_BSD), after_attention)
         if self.cross is not None:
             inner, after_cross = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, 4))
             with jax.named_scope("cross_attention"):
                 h_BSD = self.cross_pre_norm(y_BSD)
                 c_BSD = self.cross(h_BSD, context.memory, layer, key=inner, adapter_key=adapters)
                 c_BSD = checkpoint_name(c_BSD, "attention")
-                y_BSD = y_BSD + dropout(self.cross_post_norm(c_BSD), self.dropout, after_cross)
+                y_BSD = y_BSD + self._scale_and_drop(self.cross_post_norm(c_BSD), after_cross)
         with jax.named_scope("mlp"):
-            h_BSD = self.mlp_pre_norm(x_BSD if self.parallel else y_BSD)
+            # With a shared norm, `mlp_pre_norm` is the identity.
+            input_BSD = normed_BSD if self.shared_norm else x_BSD if self.parallel else y_BSD
+            h_BSD = self.mlp_pre_norm(input_BSD)
             if isinstance(self.mlp, Moe):
                 m_BSD, stats = self.mlp(h_BSD, context.valid_BS)
             else:
                 m_BSD, stats = self.mlp(h_BSD, key=adapters), None
             m_BSD = checkpoint_name(m_BSD, "mlp")
-            return y_BSD + dropout(self.mlp_post_norm(m_BSD), self.dropout, after_mlp), cache, stats
+            return y_BSD + self._scale_and_drop(self.mlp_post_norm(m_BSD), after_mlp), cache, stats
+
+    def _scale_and_drop(self, x_BSD: jax.Array, key: jax.Array | None) -> jax.Array:
+        """Computes the term of the residual stream from the result of a sublayer."""
+        return dropout(x_BSD if self.residual_scale is None else x_BSD * self.residual_scale, self.dropout, key)

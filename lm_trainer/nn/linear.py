@@ -60,6 +60,10 @@ class Linear(nnx.Module):
         """Makes later calls add the result of the module `adapter` to their result."""
         self.lora = nnx.data(adapter)
 
+    def remove_adapter(self) -> None:
+        """Makes later calls compute the result of the linear map alone."""
+        self.lora = None
+
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """Maps [..., *inputs] to [..., *outputs] in the dtype of `x`, to which weight and bias are cast.
 
@@ -101,6 +105,11 @@ def quick_gelu(x: jax.Array) -> jax.Array:
     return x * jax.nn.sigmoid(1.702 * x)
 
 
+def relu2(x: jax.Array) -> jax.Array:
+    """Computes the square of ReLU (So et al. 2021, arXiv 2109.08668)."""
+    return jnp.square(jax.nn.relu(x))
+
+
 ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
     "gelu": gelu,
     "gelu_new": gelu_new,
@@ -108,4 +117,5 @@ ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "quick_gelu": quick_gelu,
     "tanh": jnp.tanh,
+    "relu2": relu2,
 }

@@ -97,14 +97,33 @@ def hidden_loss(
     weight = jnp.sum(weights_N)
     sums = zip(TokenSums._fields[1:], other_terms, strict=True)
     metrics = {name: jax.lax.stop_gradient(value) for name, value in sums if value is not None}
+    loss, router_metrics = add_router_terms(model, loss, weight, stats, batch)
+    return loss, weight, metrics | router_metrics
+
+
+def add_router_terms(
+    model: Decoder, loss: jax.Array, weight: jax.Array, stats: RouterStats | None, batch: Batch
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Adds the penalties of routers to the gradient of a loss, but not to its value.
+
+    Args:
+        model: the decoder.
+        loss: sum of the losses of the microbatch.
+        weight: sum of the weights of the microbatch.
+        stats: router statistics of the microbatch; None without routers.
+        batch: rows of the microbatch.
+
+    Returns:
+        The loss, and sums of the router metrics.
+    """
     if stats is None:
-        return loss, weight, metrics
+        return loss, {}
     # Means over layers and tokens, times the weight of the microbatch, so they add up over microbatches as losses do.
     tokens = jnp.maximum(group_sum(jnp.sum(jnp.asarray(batch.segments) >= 0)), 1).astype(jnp.float32)
     means = jax.tree.map(lambda share: share * (group_sum(weight) / (model.spec.num_routers * tokens)), stats)
-    metrics |= {f"router_{name}": jax.lax.stop_gradient(value) for name, value in means._asdict().items()}
+    metrics = {f"router_{name}": jax.lax.stop_gradient(value) for name, value in means._asdict().items()}
     # Adds 0 to the value of the loss, and the gradient of the penalty to its gradient.
-    return loss + (means.penalty - jax.lax.stop_gradient(means.penalty)), weight, metrics
+    return loss + (means.penalty - jax.lax.stop_gradient(means.penalty)), metrics
 
 
 def token_nll(

@@ -46,6 +46,9 @@ class Norm(nnx.Module):
             y = y * (1.0 + scale if self.spec.unit_offset else scale)
         if self.bias is not None:
             y = y + with_rank_of(read(self.bias, jnp.float32), y)
+        if self.spec.factor is not None:
+            # In float32, so that a factor that is not a power of 2 adds no rounding.
+            y = y * self.spec.factor
         return y.astype(x.dtype)
 
 

@@ -33,7 +33,7 @@ def rope_frequencies(spec: RopeSpec, head_dim: int) -> tuple[np.ndarray, float]:
             scaled_F, magnitude = _scale_by_yarn(scaling, plain_F, spec.theta, dims), scaling.magnitude
         case LongRopeScaling():
             scaled_F, magnitude = plain_F / np.array(scaling.factors), scaling.magnitude
-    return scaled_F.astype(np.float32), magnitude
+    return (-scaled_F if spec.backward else scaled_F).astype(np.float32), magnitude
 
 
 def _scale_by_wavelength(scaling: WavelengthScaling, plain_F: np.ndarray) -> np.ndarray:
@@ -81,27 +81,37 @@ def apply_rope(spec: RopeSpec, x_BSNH: jax.Array, positions_BS: jax.Array) -> ja
     cos_BS1F, sin_BS1F = magnitude * jnp.cos(angles_BS1F), magnitude * jnp.sin(angles_BS1F)
     pairs = len(frequencies_F)
     if target_platform() == "tpu":
-        return _rotate_by_product(x_BSNH, cos_BS1F, sin_BS1F)
-    first, second, unrotated = jnp.split(x_BSNH, (pairs, 2 * pairs), axis=-1)
+        return _rotate_by_product(spec, x_BSNH, cos_BS1F, sin_BS1F)
+    if spec.interleaved:
+        x_BSNF2 = x_BSNH[..., : 2 * pairs].reshape(*x_BSNH.shape[:-1], pairs, 2)
+        first, second, unrotated = x_BSNF2[..., 0], x_BSNF2[..., 1], x_BSNH[..., 2 * pairs :]
+    else:
+        first, second, unrotated = jnp.split(x_BSNH, (pairs, 2 * pairs), axis=-1)
     a, b = first.astype(jnp.float32), second.astype(jnp.float32)
-    rotated = (a * cos_BS1F - b * sin_BS1F, b * cos_BS1F + a * sin_BS1F)
-    return jnp.concatenate([*(part.astype(x_BSNH.dtype) for part in rotated), unrotated], axis=-1)
+    rotated = [part.astype(x_BSNH.dtype) for part in (a * cos_BS1F - b * sin_BS1F, b * cos_BS1F + a * sin_BS1F)]
+    if spec.interleaved:
+        rotated = [jnp.stack(rotated, axis=-1).reshape(*x_BSNH.shape[:-1], 2 * pairs)]
+    return jnp.concatenate([*rotated, unrotated], axis=-1)
 
 
-def _rotate_by_product(x_BSNH: jax.Array, cos_BS1F: jax.Array, sin_BS1F: jax.Array) -> jax.Array:
-    """Computes x cos + (x R) sin, where R swaps the halves of a head. Results equal those computed from separate
-    halves.
+def _rotate_by_product(spec: RopeSpec, x_BSNH: jax.Array, cos_BS1F: jax.Array, sin_BS1F: jax.Array) -> jax.Array:
+    """Computes x cos + (x R) sin, where R swaps the coordinates of each rotation. Results equal those computed from
+    separate coordinates.
 
     On a TPU the head dimension is laid out along the lanes, where splitting and joining halves cost more than a
     product.
     """
     size, pairs = x_BSNH.shape[-1], cos_BS1F.shape[-1]
+    dims_F = np.arange(pairs)
+    first_F, second_F = (2 * dims_F, 2 * dims_F + 1) if spec.interleaved else (dims_F, pairs + dims_F)
     swap_HH = np.zeros((size, size), np.float32)
-    swap_HH[pairs + np.arange(pairs), np.arange(pairs)] = -1.0
-    swap_HH[np.arange(pairs), pairs + np.arange(pairs)] = 1.0
+    swap_HH[second_F, first_F] = -1.0
+    swap_HH[first_F, second_F] = 1.0
 
     def tile_over_head(x_BS1F: jax.Array, fill: float) -> jax.Array:
         unrotated = jnp.full((*x_BS1F.shape[:-1], size - 2 * pairs), fill, x_BS1F.dtype)
+        if spec.interleaved:
+            return jnp.concatenate([jnp.repeat(x_BS1F, 2, axis=-1), unrotated], axis=-1)
         return jnp.concatenate([x_BS1F, x_BS1F, unrotated], axis=-1)
 
     # Only one term of each sum is non-zero, so the product is exact in every dtype; float32 needs the highest precision

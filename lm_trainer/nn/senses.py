@@ -18,8 +18,8 @@ from lm_trainer.nn.attention_dispatch import dispatch_attention
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.decoder import Decoder, DropoutKeys, HeadKey
 from lm_trainer.nn.init import Initializer
-from lm_trainer.nn.linear import ACTIVATIONS, Linear, dropout
-from lm_trainer.nn.mlp import Mlp
+from lm_trainer.nn.linear import Linear, dropout
+from lm_trainer.nn.mlp import Mlp, make_activation
 from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.spec import DecoderSpec, SenseSpec
 
@@ -37,6 +37,7 @@ class SenseVectors(nnx.Module):
         self.up = Linear(axis, width, bias=bias, init=init)
         # One axis for all senses and their dimensions, so that this weight is a matrix like any other.
         self.down = Linear(width, {"embed": count * dim}, bias=bias, init=init)
+        self.activation = make_activation(spec.out.activation, init=init)
 
     def __call__(self, x_BSD: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """Returns the senses, [B, S, N, D] in the dtype of `x_BSD`."""
@@ -44,7 +45,7 @@ class SenseVectors(nnx.Module):
         adapters = None if key is None else jax.random.fold_in(key, 2)
         y_BSD = x_BSD + dropout(self.input_norm(x_BSD), self.spec.dropout, first)
         y_BSD = y_BSD + dropout(self.mlp(self.mlp_pre_norm(y_BSD), key=adapters), self.spec.dropout, second)
-        h_BSM = ACTIVATIONS[self.spec.out.activation](self.up(self.out_pre_norm(y_BSD), key=adapters))
+        h_BSM = self.activation(self.up(self.out_pre_norm(y_BSD), key=adapters))
         z_BSM = self.down(h_BSM, key=adapters)
         return z_BSM.reshape(*x_BSD.shape[:-1], -1, x_BSD.shape[-1])
 

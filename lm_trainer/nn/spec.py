@@ -11,8 +11,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Activation = Literal["gelu", "gelu_new", "relu", "silu", "quick_gelu", "tanh"]
-"""`gelu` is the exact form, `gelu_new` its tanh approximation, `quick_gelu` its sigmoid approximation."""
+Activation = Literal["gelu", "gelu_new", "relu", "silu", "quick_gelu", "tanh", "relu2"]
+"""`gelu` is the exact form, `gelu_new` its tanh approximation, `quick_gelu` its sigmoid approximation; `relu2` is the
+square of `relu` (So et al. 2021)."""
 
 BlockInternal = Literal["attention", "mlp"]
 """Outputs of the two sublayers of a block, before the norm and the residual connection."""
@@ -51,6 +52,8 @@ class NormSpec:
     """Multiply the result by a learned gain."""
     unit_offset: bool = False
     """Multiply by 1 + scale, with scale initially 0, instead of by scale, initially 1."""
+    factor: float | None = None
+    """Constant that multiplies the result. In the final norm, it multiplies the logits."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +100,16 @@ class LongRopeScaling:
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary position embedding (Su et al. 2021); the two halves of a head are the coordinates of the rotations."""
+    """Rotary position embedding (Su et al. 2021)."""
 
     theta: float = 10_000.0
     fraction: float = 1.0
     """Fraction of the dimensions of each head that are rotated, starting from the first."""
     scaling: LinearScaling | WavelengthScaling | YarnScaling | LongRopeScaling | None = None
+    interleaved: bool = False
+    """Adjacent dimensions are the coordinates of a rotation, instead of dimension i of both halves of a head."""
+    backward: bool = False
+    """Rotate in the opposite direction."""
 
 
 @dataclass(frozen=True)
@@ -173,11 +180,23 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class XieluSpec:
+    """xIELU (Huang and Schlag 2024, arXiv 2411.13010): an activation with two learned scalars, the curvatures for
+    positive and for negative inputs.
+    """
+
+    slope: float = 0.5
+    """Slope at 0; also the lowest curvature for negative inputs."""
+    curvature: float = 0.8
+    """Initial value of both curvatures."""
+
+
+@dataclass(frozen=True)
 class MlpSpec:
     """Two matrices with an activation between them."""
 
     hidden_dim: int
-    activation: Activation = "gelu_new"
+    activation: Activation | XieluSpec = "gelu_new"
     bias: bool = True
     gated: bool = False
     """Add a third matrix: the activation of its product multiplies the product of the first matrix (Shazeer 2020)."""
@@ -215,8 +234,12 @@ class BlockSpec:
     post_norm: NormSpec | None = None
     dropout: float = 0.0
     """Dropout rate of the result of each f, before it is added to the residual stream."""
+    residual_scale: float | None = None
+    """Factor of the result of each f, before it is added to the residual stream."""
     parallel: bool = False
     """Attention and the MLP read the same x."""
+    shared_norm: bool = False
+    """Attention and the MLP also read the same pre(x), so there is one norm instead of two. Only with `parallel`."""
     cross: AttentionSpec | None = None
     """Cross-attention to the output of an encoder: a third f, between attention and the MLP, with the same norms and
     dropout. It has no mask."""

@@ -32,7 +32,7 @@ class PlannedConfig:
 
 
 def throughput_and_fit(plan: RunPlan) -> dict[str, Any]:
-    """Returns tokens per second at the assumed MFU, and whether the run fits; None if unknown."""
+    """Returns the expected tokens per second, and whether the run fits; None if unknown."""
     fits = None if plan.budget is None else plan.memory.peak.bytes <= plan.budget.bytes
     per_second = None if plan.time is None else plan.work.tokens_per_step / plan.time.step_seconds
     return {"fits": fits, "tokens_per_second": per_second}
@@ -89,7 +89,7 @@ def comparison_lines(plans: Sequence[PlannedConfig]) -> Iterator[str]:
     for planned in plans:
         if planned.refused is not None:
             yield f"{planned.config} on {planned.devices}: {planned.refused}"
-    yield "note: Steps and times are those at the assumed MFU (--mfu); lmt plan of one of them says more."
+    yield "note: Steps and times are the expected ones, or those at --mfu; lmt plan of one of them says more."
 
 
 def _comparison_row(planned: PlannedConfig, *, priced: bool) -> list[str]:

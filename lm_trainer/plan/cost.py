@@ -1,17 +1,22 @@
-"""FLOPs of a run, and its time and cost on given devices based on their datasheets."""
+"""FLOPs of a run, and its expected time and cost on given devices."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
 from lm_trainer.plan.devices import DeviceGroup
+from lm_trainer.plan.layout_work import LayoutWork
+from lm_trainer.plan.machine import Machine
+from lm_trainer.plan.speed import StepCost, step_cost
+from lm_trainer.profile.devices import device_bandwidths
+from lm_trainer.profile.efficiency import device_efficiency
 from lm_trainer.profile.peaks import Peak, datasheet_peak, is_tf32_allowed
 from lm_trainer.run.config.trainer_config import TrainerConfig
 
 MFU = 0.4
-"""Default model FLOP utilisation: the fraction of the datasheet's peak that training reaches."""
+"""Model FLOP utilisation that is assumed for devices without known bandwidths."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class RunWork:
 
 @dataclass(frozen=True)
 class RunTime:
-    """Time of a run at the assumed MFU."""
+    """Expected time of a run, or its time at an assumed MFU."""
 
     peak: float
     """Peak FLOP/s of one device, from its datasheet."""
@@ -50,10 +55,21 @@ class RunTime:
     device_hours: float
     cost: float | None
     """Cost in the currency of the price; None if no price is given."""
+    mfu: float
+    """Model FLOP utilisation: expected or assumed."""
+    tokens_per_second_per_device: float
+    expected: StepCost | None
+    """Parts of the expected time of the largest step; None if the MFU is assumed."""
 
 
 def training_time(
-    work: RunWork, group: DeviceGroup, trainer: TrainerConfig, *, mfu: float = MFU, price: float | None = None
+    work: RunWork,
+    group: DeviceGroup,
+    trainer: TrainerConfig,
+    *,
+    layout: LayoutWork | None = None,
+    mfu: float | None = None,
+    price: float | None = None,
 ) -> RunTime | None:
     """Returns the time of a run on a device group; None if no datasheet has a peak for it.
 
@@ -61,14 +77,20 @@ def training_time(
         work: the amount of computation of the run.
         group: the devices.
         trainer: trainer configuration, whose precision and JAX settings determine the format of matrix products.
-        mfu: fraction of the datasheet's peak that training reaches.
+        layout: the work of the largest step. All steps are assumed to process tokens at its rate.
+        mfu: fraction of the datasheet's peak that training reaches; None: as expected for the layout, or `MFU` without
+            a layout or the device's bandwidths.
         price: price per device-hour, in any currency.
     """
     peak = training_peak(group.kind, trainer)
     if peak is None:
         return None
-    # The assumed MFU accounts for everything except matrix products: communication, data loading, idle devices.
-    rate = peak.flops * group.count * mfu
+    machine = training_machine(group.kind, trainer)
+    expected = None if mfu is not None or layout is None or machine is None else step_cost(layout, machine)
+    if expected is not None and layout is not None:
+        mfu = work.flops_per_token * layout.tokens_per_step / expected.seconds / (peak.flops * group.count)
+    utilisation = MFU if mfu is None else mfu
+    rate = peak.flops * group.count * utilisation
     hours = work.flops / rate / 3600 * group.count
     return RunTime(
         peak=peak.flops,
@@ -76,6 +98,9 @@ def training_time(
         seconds=work.flops / rate,
         device_hours=hours,
         cost=None if price is None else hours * price,
+        mfu=utilisation,
+        tokens_per_second_per_device=rate / work.flops_per_token / group.count,
+        expected=expected,
     )
 
 
@@ -85,3 +110,20 @@ def training_peak(kind: str, trainer: TrainerConfig) -> Peak | None:
     name = "jax_default_matmul_precision"
     precision = trainer.jax_config.get(name, jax.config.values[name])
     return datasheet_peak(kind, trainer.mp.compute, allow_tf32=is_tf32_allowed(precision))  # pyright: ignore[reportArgumentType]
+
+
+def training_machine(kind: str, trainer: TrainerConfig, mfu: float | None = None) -> Machine | None:
+    """Returns the figures of a device for the cost model; None if no datasheet has them.
+
+    Args:
+        kind: equal to `jax.Device.device_kind`.
+        trainer: trainer configuration.
+        mfu: fraction of the peak that products and attention reach, instead of their measured efficiency.
+    """
+    peak, bandwidths, efficiency = training_peak(kind, trainer), device_bandwidths(kind), device_efficiency(kind)
+    if peak is None or bandwidths is None or efficiency is None:
+        return None
+    if mfu is not None:
+        at_mfu = {"products": mfu, "attention_forward": mfu, "attention_backward": mfu}
+        efficiency = replace(efficiency, **at_mfu, narrow_heads=0.0, in_step=1.0)
+    return Machine(kind, peak.flops, bandwidths, efficiency)

@@ -16,19 +16,22 @@ from lm_trainer.nn.attention_kernel import AttentionMetadata
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.target_platform import compiling_for
 from lm_trainer.plan.attention_workspace import AttentionWorkspace
-from lm_trainer.plan.cost import MFU, RunTime, RunWork, training_peak, training_time
+from lm_trainer.plan.cost import RunTime, RunWork, training_peak, training_time
 from lm_trainer.plan.devices import Budget, DeviceGroup, memory_budget
 from lm_trainer.plan.fit import MicrobatchFit, find_fitting_microbatch
+from lm_trainer.plan.layout_work import PlannedModel, count_device_params, describe_layout
 from lm_trainer.plan.memory import Correction, MemoryPlan, StepMemory
 from lm_trainer.plan.programs import CompiledStep, ProgramWork, TargetFigures, step_time
 from lm_trainer.plan.refusal import explain_refusals
 from lm_trainer.profile.devices import device_bandwidths, device_platform
 from lm_trainer.profile.flops import flops_per_token, parameter_count, ring_score_fraction
 from lm_trainer.profile.network import Network
+from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.weights.adapters import training_flops
 from lm_trainer.run.weights.vocabulary import Vocabulary, find_vocabulary
+from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 
 _QUERIES = 128
 """Number of queries per block of scores, used as a substitute for a kernel that stores no scores."""
@@ -43,8 +46,8 @@ gathered and reduced arrays, whose size is the same on both."""
 class Assumptions:
     """Assumptions of a plan that are not part of the configuration."""
 
-    mfu: float = MFU
-    """Fraction of the datasheet's peak that training reaches."""
+    mfu: float | None = None
+    """Fraction of the datasheet's peak that training reaches; None: as the cost model expects."""
     price: float | None = None
     """Price per device-hour, in any currency."""
     memory: int | None = None
@@ -148,7 +151,7 @@ def plan_run(
     vocab_override = assumptions.vocab_size
     vocab_size, assumed = find_vocabulary(config) if vocab_override is None else Vocabulary(vocab_override)
     platform = device_platform(group.kind)
-    backend = attention_backend(config, vocab_size, platform)
+    backend, planned_config = attention_backend(config, vocab_size, platform), config
     if not own_compiler:
         config = _adapt_to_local_compiler(config, platform, backend)
     refusals = explain_refusals(group.kind) if own_compiler else nullcontext()
@@ -161,7 +164,7 @@ def plan_run(
         memory = StepMemory(config, vocab_size, devices, platform, Correction(growing, workspace))
         planned = memory.plan()
     plan, mesh, spec = memory.largest_step(), memory.setup.sharding.mesh, config.model.spec(vocab_size)
-    flops = training_flops(flops_per_token(spec, config.model.seq_len), memory.setup.model)
+    flops = training_flops(flops_per_token(spec, config.model.seq_len), memory.setup.model, config.loss)
     schedule, steps = trainer.batch_schedule, trainer.num_train_steps
     work = RunWork(
         flops_per_token=flops,
@@ -172,6 +175,15 @@ def plan_run(
     rows, microbatches = memory.rows, plan.count
     if not trainer.bitwise and trainer.per_device_parallelism == -1:
         microbatches = batch_shards(mesh)
+    params = count_device_params(memory.setup.model, memory.setup.sharding, mesh)
+    layout = describe_layout(
+        # Without the changes for the local compiler, which concern memory.
+        with_resolved_gather(planned_config, vocab_size),
+        PlannedModel(planned_config.model.spec(vocab_size), backend, flops),
+        MicrobatchPlan(plan.batch_size, microbatches, rows),
+        mesh,
+        params,
+    )
     return RunPlan(
         devices=group,
         mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
@@ -187,7 +199,7 @@ def plan_run(
         # With the compiler of the devices, each size would take minutes.
         fit=None if limit is None or own_compiler else find_fitting_microbatch(memory, limit.bytes, rows),
         work=work,
-        time=training_time(work, group, trainer, mfu=assumptions.mfu, price=assumptions.price),
+        time=training_time(work, group, trainer, layout=layout, mfu=assumptions.mfu, price=assumptions.price),
         assumed=assumed,
         kernel=None if backend in ("xla", "ring") or own_compiler else backend,
         attention_workspace=workspace.bytes(rows),

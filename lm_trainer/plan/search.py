@@ -8,18 +8,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from jax.sharding import NamedSharding
-
 from lm_trainer.core.errors import UserError
-from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.plan.attention_workspace import AttentionWorkspace
-from lm_trainer.plan.cost import training_peak
+from lm_trainer.plan.cost import training_machine
 from lm_trainer.plan.devices import Budget, DeviceGroup, memory_budget
 from lm_trainer.plan.estimate import Traces, estimate_step, estimate_temporary
+from lm_trainer.plan.layout_work import PlannedModel, count_device_params, describe_layout
 from lm_trainer.plan.layouts import Layout, enumerate_layouts
+from lm_trainer.plan.machine import Machine
 from lm_trainer.plan.run import Assumptions, attention_backend
-from lm_trainer.plan.speed import LayoutWork, Machine, StepCost, step_cost
-from lm_trainer.profile.devices import device_bandwidths, device_platform
+from lm_trainer.plan.speed import StepCost, step_cost
+from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.run.build.model import trace_model
 from lm_trainer.run.build.setup import shard_state
@@ -65,7 +64,7 @@ class Candidate:
     mesh: dict[str, int]
     """Mesh axes that have more than one device."""
     cost: StepCost
-    """Time of a step according to the cost model."""
+    """Expected time of a step, by formula."""
     memory: PhaseBytes
     """Phase in which a device needs the most memory: estimated or, with `compiled`, from the compiler."""
     limit: int | None
@@ -185,13 +184,13 @@ def search_layouts(
 
 
 def _make_machine(config: RunConfig, group: DeviceGroup, assumptions: Assumptions) -> Machine:
-    peak, bandwidths = training_peak(group.kind, config.trainer), device_bandwidths(group.kind)
-    if peak is None or bandwidths is None:
+    machine = training_machine(group.kind, config.trainer, assumptions.mfu)
+    if machine is None:
         raise UserError(
             f"--search: no datasheet figure of FLOP/s for {config.trainer.mp.compute} or of bandwidths for "
             f"{group.kind!r}, by which layouts are compared; set trainer.mp=p=f32,c=bfloat16, or take another device"
         )
-    return Machine(group.kind, peak.flops * assumptions.mfu, bandwidths)
+    return machine
 
 
 class _Pricing:
@@ -211,22 +210,10 @@ class _Pricing:
             UserError: if the mesh or the attention backend is not possible.
         """
         config = layout.config
-        trainer, spec, length = config.trainer, config.model.spec(self._vocab_size), config.model.seq_len
-        mesh = self._mesh(config)
-        microbatches = layout.plan.divide_microbatches(mesh).max_terms
-        group = layout.plan.divide_microbatches(mesh, trainer.microbatches_per_gather)
-        work = LayoutWork(
-            spec=spec,
-            trainer=trainer,
-            seq_len=length,
-            plan=layout.plan,
-            sizes=dict(mesh.shape),
-            shards=batch_shards(mesh),
-            gathers=-(-microbatches // group.max_terms),
-            params=self._count_device_params(config, mesh),
-            backend=self._backend(config),
-            training_flops=training_flops(flops_per_token(spec, length), self._model),
-        )
+        spec, mesh = config.model.spec(self._vocab_size), self._mesh(config)
+        flops = training_flops(flops_per_token(spec, config.model.seq_len), self._model, config.loss)
+        model = PlannedModel(spec, self._backend(config), flops)
+        work = describe_layout(config, model, layout.plan, mesh, self._count_device_params(config, mesh))
         return step_cost(work, self._machine)
 
     def estimate_candidate(self, layout: Layout, cost: StepCost, limit: int | None, *, enough: int | None) -> Candidate:
@@ -257,9 +244,7 @@ class _Pricing:
         sizes = tuple(mesh.shape.values())
         if sizes not in self._params:
             _, sharding = shard_state(config.trainer.step_plan, config.optimizer, self._model, mesh)
-            shardings = {name: NamedSharding(mesh, specs.compute) for name, specs in sharding.params.items()}
-            parts = (shardings[name].shard_shape(x.shape) for name, x in self._model.shapes.items())
-            self._params[sizes] = sum(map(math.prod, parts))
+            self._params[sizes] = count_device_params(self._model, sharding, mesh)
         return self._params[sizes]
 
 

@@ -113,6 +113,7 @@ def _note_lines(search: Search, compiled: bool) -> Iterator[str]:
         )
     elif search.ranked:
         yield (
-            "note: Nothing was compiled. Times order layouts: products at the assumed MFU, what is computed again, "
-            "memory traffic and what devices send, one after another. --compile compiles the best few."
+            "note: Nothing was compiled. Times are expected by formula: products, attention, what is computed again, "
+            "memory traffic and what devices send, at the efficiencies of microbenchmarks. --compile compiles the best "
+            "few."
         )

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lm_trainer.plan.compiler_flags import all_gather_advice
+from lm_trainer.plan.cost import RunTime
 from lm_trainer.plan.programs import CompiledStep
 from lm_trainer.plan.run import RunPlan
+from lm_trainer.plan.speed import StepCost
+from lm_trainer.profile.efficiency import device_efficiency
 from lm_trainer.profile.timing import align_rows
 from lm_trainer.trackers.console import format_long_duration
 
@@ -25,6 +28,8 @@ def plan_lines(plan: RunPlan) -> Iterator[str]:
         yield from _program_notes(plan, plan.compiled)
     elif plan.dtype != "float32":
         yield f"note: XLA's plan for a CPU holds float32 copies of what is multiplied in {plan.dtype}: it is too high."
+    if plan.time is not None and plan.time.expected is not None:
+        yield from _expectation_note(plan)
     if plan.kernel is not None:
         yield (
             f"note: on {plan.devices.kind} attention is computed by {plan.kernel}, which keeps no scores; the plan "
@@ -61,7 +66,10 @@ def _plan_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     if time is None:
         yield "time", f"n/a: no datasheet figure for {plan.dtype} on {plan.devices.kind!r}"
     else:
-        yield "step time", f"{time.step_seconds:.3g} s" + (" at the assumed MFU" if plan.compiled else "")
+        if time.expected is None:
+            yield "step time", f"{time.step_seconds:.3g} s at an assumed MFU of {time.mfu:.0%}"
+        else:
+            yield "expected", _describe_expectation(time, time.expected)
         if (least := _unreachable_time_warning(plan)) is not None:
             yield "  not to be had", least
         yield "time", f"{format_duration(time.seconds)}, {time.device_hours:,.4g} device hours"
@@ -71,6 +79,18 @@ def _plan_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield from _program_rows(plan.compiled)
 
 
+def _describe_expectation(time: RunTime, cost: StepCost) -> str:
+    """Returns the expected time of a step, and the share of its parts."""
+    network = cost.network - cost.hidden
+    names = {"products": cost.compute, "attention": cost.attention, "recomputation": cost.recompute,
+             "memory": cost.memory, "network": network, "idle": cost.idle}  # fmt: skip
+    parts = ", ".join(f"{name} {share:.0%}" for name, part in names.items() if (share := part / cost.seconds) >= 0.005)
+    return (
+        f"{time.step_seconds:.3g} s a step, {time.mfu:.0%} MFU, {time.tokens_per_second_per_device:,.0f} tokens/s a "
+        f"device, with {parts}"
+    )
+
+
 _LEAST_BYTES = 1024
 """Minimum size in bytes at which a part of a phase is listed."""
 _LEAST_SECONDS = 1e-3
@@ -78,7 +98,7 @@ _LEAST_SECONDS = 1e-3
 
 
 def _unreachable_time_warning(plan: RunPlan) -> str | None:
-    """Returns a warning if no device can reach the time at the assumed MFU with so little work."""
+    """Returns a warning if no device can reach the expected time with so little work."""
     assert plan.time is not None
     rounds = -(-plan.microbatches // plan.devices.count)
     if plan.compiled is not None or plan.time.step_seconds >= rounds * _LEAST_SECONDS:
@@ -119,6 +139,16 @@ def _program_notes(plan: RunPlan, compiled: CompiledStep) -> Iterator[str]:
         )
     if (advice := all_gather_advice(plan.devices, plan.mesh, compiled.programs)) is not None:
         yield f"note: {advice}"
+
+
+def _expectation_note(plan: RunPlan) -> Iterator[str]:
+    efficiency = device_efficiency(plan.devices.kind)
+    if efficiency is not None:
+        yield (
+            f"note: The expected time counts products at {efficiency.products:.0%} of the datasheet, memory at "
+            f"{efficiency.memory:.0%} and links at {efficiency.links:.0%}, as microbenchmarks reach; the host's work "
+            f"is not counted. docs/how-to/plan-a-run.md compares it with published runs."
+        )
 
 
 def _budget_verdict(plan: RunPlan) -> str:

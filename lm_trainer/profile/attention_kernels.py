@@ -65,3 +65,9 @@ def computed_share(spec: AttentionSpec, length: int, block: int) -> float:
     reach = blocks if spec.window is None else -(-(spec.window - 1) // block)
     computed = sum(min(query, reach) + 1 for query in range(blocks))
     return computed / blocks**2
+
+
+def visible_share(spec: AttentionSpec, length: int) -> float:
+    """Returns the share of pairs that the mask of a causal attention leaves in a row of `length` positions."""
+    window = length if spec.window is None else min(spec.window, length)
+    return (window * (window + 1) / 2 + (length - window) * window) / length**2

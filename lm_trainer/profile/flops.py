@@ -14,6 +14,7 @@ from lm_trainer.nn.spec import (
     NormSpec,
     OffloadPolicy,
     SenseSpec,
+    XieluSpec,
 )
 
 
@@ -159,6 +160,40 @@ def recomputed_flops_per_token(spec: DecoderSpec, seq_len: int, *, every_layer: 
     return recomputed + sum(_count_block_flops(block, spec, seq_len).forward for block in spec.blocks[:grouped])
 
 
+def recomputed_product_flops(spec: DecoderSpec, *, every_layer: bool = False) -> int:
+    """Returns the FLOPs per token of the products with weights that devices compute again for the backward pass.
+
+    Compared with `recomputed_flops_per_token`, attention kernels are left out, and so is the last product of a layer:
+    its result is the input of the next layer, which is saved, so compilers omit the product.
+    """
+    blocks = sum(_recomputed_products(block, spec, every_layer=every_layer) for block in spec.blocks)
+    if every_layer or not spec.remat_groups:
+        return blocks
+    periods = len(spec.blocks) // spec.period
+    grouped = spec.blocks[: periods // spec.remat_groups * spec.remat_groups * spec.period]
+    return blocks + sum(_count_products(block, spec) for block in grouped)
+
+
+def _recomputed_products(block: BlockSpec, spec: DecoderSpec, *, every_layer: bool) -> int:
+    remat = "full" if every_layer else spec.remat
+    match remat:
+        case "none":
+            return 0
+        case "dots" | "dots_no_batch":
+            return _grouped_product_flops(block.mlp, spec.hidden_dim)
+        case OffloadPolicy() as policy:
+            saved = {*policy.host, *policy.device}
+        case names:
+            saved = set() if names == "full" else {*names}
+    attention_out = _count_block_flops(block, spec, 1).attention_out if "attention" in saved else 0
+    return _count_products(block, spec) - attention_out - 2 * _num_last_weights(block.mlp, spec.hidden_dim)
+
+
+def _count_products(block: BlockSpec, spec: DecoderSpec) -> int:
+    count = _count_block_flops(block, spec, 1)
+    return count.qkv + count.attention_out + count.mlp + count.cross
+
+
 def _recomputed_encoder_flops(spec: DecoderSpec, seq_len: int) -> int:
     if spec.encoder is None:
         return 0
@@ -231,14 +266,16 @@ def _sense_parameters(spec: SenseSpec, hidden: int) -> int:
     width, sense_width = spec.attention.num_heads * spec.attention.head_dim, spec.attention.num_heads * hidden
     out = (hidden + sense_width) * spec.out.hidden_dim + (spec.out.hidden_dim + sense_width if spec.out.bias else 0)
     weighing = 2 * (hidden * width + (width if spec.attention.bias else 0))
-    return _mlp_parameters(spec.mlp, hidden) + out + weighing + 3 * _norm_parameters(spec.norm, hidden)
+    mlps = _mlp_parameters(spec.mlp, hidden) + out + _activation_parameters(spec.out)
+    return mlps + weighing + 3 * _norm_parameters(spec.norm, hidden)
 
 
 def _block_parameters(block: BlockSpec, hidden: int) -> int:
-    norms = _norm_parameters(block.pre_norm, hidden) + _norm_parameters(block.post_norm, hidden)
     attentions = [block.attention] if block.cross is None else [block.attention, block.cross]
     parts = sum(_attention_parameters(attention, hidden) for attention in attentions)
-    return parts + _mlp_parameters(block.mlp, hidden) + (1 + len(attentions)) * norms
+    pre_norms = (1 + len(attentions) - block.shared_norm) * _norm_parameters(block.pre_norm, hidden)
+    post_norms = (1 + len(attentions)) * _norm_parameters(block.post_norm, hidden)
+    return parts + _mlp_parameters(block.mlp, hidden) + pre_norms + post_norms
 
 
 def _attention_parameters(spec: AttentionSpec, hidden: int) -> int:
@@ -261,7 +298,12 @@ def _mlp_parameters(spec: MlpSpec | MoeSpec, hidden: int) -> int:
         return spec.num_experts * (hidden + 3 * hidden * spec.hidden_dim)
     # Up, down, and the optional gate.
     weights = (2 + spec.gated) * hidden * spec.hidden_dim
-    return weights + ((1 + spec.gated) * spec.hidden_dim + hidden if spec.bias else 0)
+    biases = (1 + spec.gated) * spec.hidden_dim + hidden if spec.bias else 0
+    return weights + biases + _activation_parameters(spec)
+
+
+def _activation_parameters(spec: MlpSpec) -> int:
+    return 2 if isinstance(spec.activation, XieluSpec) else 0
 
 
 def _num_active_weights(spec: MlpSpec | MoeSpec, hidden: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.bucket_files import staging_directory
+from lm_trainer.core.data_content import DataContent
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import open_data
 from lm_trainer.data.dataset import Data
@@ -41,10 +42,17 @@ from lm_trainer.run.training.token_probabilities import TokenProbabilities
 from lm_trainer.run.weights.adapters import describe_num_params, find_base_checkpoint, training_flops
 from lm_trainer.run.weights.initial_weights import choose_vocab_size
 from lm_trainer.run.weights.pretrained import HfStart, find_hf_start, published_model_settings
+from lm_trainer.run.weights.reference import find_reference, with_reference_weights
 from lm_trainer.run.weights.saved_model import SETTINGS, TOKENIZER, tokenizer_digests
 from lm_trainer.step.state.model_def import ModelDef
 from lm_trainer.step.state.train_state import TrainState
 from lm_trainer.trackers import Progress
+
+_LOSS_UNITS: dict[DataContent, str] = {
+    "documents": "in nats a token",
+    "pairs": "per pair of answers",
+    "examples": "per labelled answer",
+}
 
 
 def train(config: RunConfig, *, name: str, progress: Progress, allow_config_change: bool = False) -> Summary:
@@ -217,6 +225,9 @@ def _build_prepared_run(
         # Here `initialize_from` names the frozen base model of the adapter, and not the initial weights of the state.
         model, loads = base.with_initial_weights(model), loads.model_copy(update={"initialize_from": None})
         facts |= base.facts
+    if reference := find_reference(config, attempt.store, data.tokenizer):
+        facts |= reference.facts
+    model = with_reference_weights(model, config, reference)
     setup = plan_for_memory(
         lambda trainer: setup_from_config(config, trainer, model),
         config.trainer,
@@ -226,7 +237,7 @@ def _build_prepared_run(
     state = attempt.load_state(setup, setup.init, data.fingerprints, config=loads)
     spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
     recomputed = recomputed_flops_per_token(spec, seq_len, every_layer=recomputes_layers(config.trainer, spec))
-    flops = training_flops(flops_per_token(spec, seq_len), model)
+    flops = training_flops(flops_per_token(spec, seq_len), model, config.loss)
     return PreparedRun(config, attempt, data, setup, state, facts, flops, recomputed, hub_name, settings)
 
 
@@ -234,8 +245,8 @@ def _report_setup(config: RunConfig, vocab_size: int, model: ModelDef, data: Dat
     plan = config.trainer.step_plan.microbatches.at(0)
     so_far = "" if data.complete else " so far"
     progress.note(
-        "each line: the loss of the step's own batch in nats a token, the learning rate, the norm of the gradient, the "
-        "time of a step, tokens a second, and the time left"
+        f"each line: the loss of the step's own batch {_LOSS_UNITS[config.loss.content]}, the learning rate, the norm "
+        "of the gradient, the time of a step, tokens a second, and the time left"
     )
     progress.note(
         f"{describe_num_params(model)}, {data.num_train_tokens:,} training tokens{so_far}, {plan.count} "

@@ -40,16 +40,16 @@ def encode(format: Any, record: dict[str, Any], tokenizer: Any) -> EncodedDocume
     return document
 
 
-def open_records(tmp_path: Path, format: Any, *records: dict[str, Any], **options: Any) -> Data:
-    source = InMemory(train=list(records))
+def open_records(tmp_path: Path, format: Any, *records: dict[str, Any], seq_len: int = 8, **options: Any) -> Data:
     config = {
+        "source": InMemory(train=list(records)) if records else None,
         "tokenizer": "bytes",
         "shuffle": False,
         "packing": "concat",
         "cache_dir": str(tmp_path / "cache"),
         **options,
     }
-    return open_data(DataConfig(source=source, format=format, **config), seq_len=8, seed=0)
+    return open_data(DataConfig(format=format, **config), seq_len=seq_len, seed=0)
 
 
 def first_rows(data: Data, count: int) -> Batch:
@@ -210,7 +210,7 @@ def test_a_tokenizer_is_trained_on_the_text_of_records(tmp_path: Path) -> None:
     [
         ({"format": {"type": "chat"}, "text_key": "body"}, "text_key has no effect beside format: chat"),
         ({"format": {"type": "text", "text_key": "a"}, "text_key": "b"}, "text_key has no effect beside format: text"),
-        ({"format": {"type": "chatty"}}, "'text', 'chat', 'supervised', 'ids'"),
+        ({"format": {"type": "chatty"}}, "'text', 'chat', 'supervised', 'preference', 'unpaired_preference', 'ids'"),
     ],
 )
 def test_contradictions_are_refused(section: dict[str, Any], message: str) -> None:

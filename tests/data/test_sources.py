@@ -107,7 +107,10 @@ def test_another_text_key(tmp_path: Path) -> None:
         (b'{"text": "a', "not JSON"),
         (b'{"text": "\xff"}', "invalid UTF-8 at byte 10"),
         (b'{"body": "a"}', "no field 'text' (fields: body)"),
-        (b'{"prompt": "a", "chosen": "b", "rejected": "c"}', "preference pairs (DPO) are not trained on"),
+        (
+            b'{"prompt": "a", "chosen": "b", "rejected": "c"}',
+            "pairs of answers are read by data.format: {type: preference}",
+        ),
         (b'{"text": null}', "is null, not a string"),
         (b'{"text": 3}', "is a number, not a string"),
         (b'{"text": ["a"]}', "is a list, not a string"),

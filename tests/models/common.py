@@ -14,23 +14,32 @@ from flax import nnx
 
 from lm_trainer.models import (
     AnyModel,
+    ApertusConfig,
+    ArceeConfig,
     BackpackConfig,
+    Cohere2Config,
     DecoderConfig,
     Gemma2Config,
     Gemma3Config,
     GemmaConfig,
+    Glm4Config,
     Gpt2Config,
     GptNeoxConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     MptConfig,
+    NanochatConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLm3Config,
+    StarCoder2Config,
 )
 from lm_trainer.models.rope import Llama3Rope, YarnRope
 from lm_trainer.nn.decoder import Decoder
@@ -84,9 +93,20 @@ TINY: dict[str, AnyModel] = {
     ),
     "mpt": MptConfig(**SMALL, clip_qkv=0.5),
     "backpack": BackpackConfig(**SMALL, num_senses=4, sense_intermediate_scale=1),
+    "smollm3": SmolLm3Config(**{**ROTARY, "num_layers": 3}, no_rope_layer_interval=2, sliding_window=4),
+    "granite": GraniteConfig(
+        **ROTARY, embedding_multiplier=3.0, attention_multiplier=0.5, residual_multiplier=0.75, logits_scaling=1.5
+    ),
+    "cohere2": Cohere2Config(**{**ROTARY, "num_layers": 3}, head_dim=12, sliding_window=4, sliding_window_pattern=2),
+    "starcoder2": StarCoder2Config(**ROTARY, sliding_window=4),
+    "glm4": Glm4Config(**ROTARY, head_dim=12, partial_rotary_factor=0.5),
+    "arcee": ArceeConfig(**ROTARY),
+    "seed_oss": SeedOssConfig(**ROTARY, head_dim=12),
+    "nanochat": NanochatConfig(**ROTARY, final_logit_softcapping=2.0),
+    "apertus": ApertusConfig(**ROTARY, rope=Llama3Rope(original_max_position_embeddings=8)),
 }
 
-WITHOUT_OWN_PARTS = ("mistral", "qwen2", "qwen3", "olmo2", "phi3")
+WITHOUT_OWN_PARTS = ("mistral", "qwen2", "qwen3", "olmo2", "phi3", "smollm3", "starcoder2", "glm4", "seed_oss")
 """Families that combine parts of the others: where a test of all of them is expensive, the others stand for these."""
 
 

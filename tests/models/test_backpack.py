@@ -102,6 +102,6 @@ def test_there_is_no_hugging_face_format():
         hf.params_to_hf(CONFIG, {})
     with pytest.raises(UserError, match=message):
         hf.config_from_hf({"model_type": "backpack-gpt2", "vocab_size": VOCAB})
-    with pytest.raises(UserError, match=r"'x' is not supported; supported: gemma.*gpt2") as unknown:
+    with pytest.raises(UserError, match=r"'x' is not supported; supported: apertus.*gpt2") as unknown:
         hf.config_from_hf({"model_type": "x"})
     assert "backpack" not in str(unknown.value)

@@ -13,16 +13,22 @@ from pydantic import ValidationError
 from lm_trainer.core.docstrings import field_docs
 from lm_trainer.models import (
     MODEL_CONFIGS,
+    Cohere2Config,
     DecoderConfig,
     Gemma2Config,
     Gemma3Config,
+    Glm4Config,
     GptNeoxConfig,
     LlamaConfig,
     MistralConfig,
+    NanochatConfig,
     Olmo3Config,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
+    SmolLm3Config,
+    StarCoder2Config,
 )
 from lm_trainer.models.rope import DefaultRope, Llama3Rope, LongRope, YarnRope
 from lm_trainer.nn.spec import LongRopeScaling, QkNormSpec, RopeSpec
@@ -49,6 +55,7 @@ OTHER: dict[str, Any] = {
     "softmax_scale": 9.0,
     "num_experts_per_tok": 1,
     "mlp_only_layers": (1,),
+    "layers_without_rope": (0,),
     "hidden_dim": 64,
 }
 """A valid value that is not the tiny configuration's, where doubling or negating does not give one."""
@@ -103,8 +110,15 @@ def test_defaults_are_llama_2_7b():
             151936,
             596_049_920,
         ),
+        (SmolLm3Config(), 128256, 3_075_098_624),
+        (StarCoder2Config(), 49152, 3_030_371_328),
+        (Cohere2Config(), 256000, 8_028_033_024),
+        (Glm4Config(), 151552, 9_400_279_040),
+        (SeedOssConfig(), 155136, 36_151_104_512),
+        (NanochatConfig(), 65536, 560_988_160),
     ],
-    ids=["Mistral 7B", "Llama 3 8B", "Gemma 2 2B", "Qwen3 0.6B"],
+    ids=["Mistral 7B", "Llama 3 8B", "Gemma 2 2B", "Qwen3 0.6B", "SmolLM3 3B", "StarCoder2 3B", "R7B", "GLM-4 9B",
+         "Seed-OSS 36B", "nanochat d20"],
 )  # fmt: skip
 def test_published_sizes(config, vocab_size, parameters):
     assert parameter_count(config.spec(vocab_size)) == parameters
@@ -133,6 +147,8 @@ def test_layers_with_a_window():
     assert windows(Gemma2Config(**tiny, sliding_window=5)) == [5, None, 5, None, 5, None, 5]
     assert windows(Gemma3Config(**tiny, sliding_window=5)) == [5, 5, 5, 5, 5, None, 5]
     assert windows(Olmo3Config(**tiny, sliding_window=5)) == [5, 5, 5, None, 5, 5, 5]
+    assert windows(Cohere2Config(**tiny, sliding_window=5)) == [5, 5, 5, None, 5, 5, 5]
+    assert windows(SmolLm3Config(**tiny, sliding_window=5)) == [None, None, None, 5, None, None, None]
     late = Qwen2Config(**tiny, use_sliding_window=True, sliding_window=5, max_window_layers=4)
     assert windows(late) == [None] * 4 + [5] * 3
     ropes = [
@@ -140,6 +156,22 @@ def test_layers_with_a_window():
     ]
     assert ropes[0] == RopeSpec(10_000.0)
     assert ropes[5] == DefaultRope(factor=8.0).spec(7)
+
+
+def test_layers_without_positions():
+    tiny: dict[str, Any] = {"hidden_dim": 32, "num_heads": 4, "num_kv_heads": 4, "num_layers": 5}
+    configs = {
+        (3,): SmolLm3Config(**tiny),
+        (1, 3): SmolLm3Config(**tiny, no_rope_layer_interval=2),
+        (0, 4): SmolLm3Config(**tiny, layers_without_rope=(0, 4)),
+        (): SmolLm3Config(**tiny, layers_without_rope=()),
+        (2,): Cohere2Config(**tiny, sliding_window_pattern=3),
+    }
+    for layers, config in configs.items():
+        blocks = config.spec(VOCAB).blocks
+        assert tuple(i for i, block in enumerate(blocks) if block.attention.positions is None) == layers
+    with pytest.raises(ValidationError, match=r"layers_without_rope lists \[5\], but layers have indices 0 to 4"):
+        SmolLm3Config(**tiny, layers_without_rope=(2, 5))
 
 
 def test_what_llama_can_add():

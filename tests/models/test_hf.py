@@ -154,7 +154,7 @@ def test_tensors_that_do_not_fit(tiny):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "bert"}, "model_type='bert' is not supported; supported: gemma, "),
+        ({"model_type": "bert"}, "model_type='bert' is not supported; supported: apertus, "),
         ({"n_inner": 33}, "n_inner=33 is not supported, only multiples of n_embd=32"),
         ({"scale_attn_weights": False}, "scale_attn_weights=False is not supported, only True"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings=False is not supported"),

@@ -100,6 +100,62 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
          {"rope_parameters": LONG, "original_max_position_embeddings": 64},
          {"rope_parameters": {**LONG, "attention_factor": 2.0}, "original_max_position_embeddings": 32}],
     ),
+    "smollm3": (
+        "SmolLM3",
+        {**SHARED, "num_hidden_layers": 4, "no_rope_layer_interval": 2},
+        [{"no_rope_layer_interval": 3}, {"no_rope_layers": [0, 1, 1, 1]}, {"tie_word_embeddings": False},
+         {"use_sliding_window": True, "sliding_window": WINDOW}, *SCALARS],
+    ),
+    "granite": (
+        "Granite",
+        {**SHARED, "embedding_multiplier": 3.0, "attention_multiplier": 0.5, "residual_multiplier": 0.7,
+         "logits_scaling": 1.5},
+        [{"embedding_multiplier": 1.5}, {"attention_multiplier": 0.25}, {"residual_multiplier": 1.0},
+         {"logits_scaling": 3.0}, {"tie_word_embeddings": True}, *SCALARS],
+    ),
+    "cohere2": (
+        "Cohere2",
+        {**SHARED, "num_hidden_layers": 3, "sliding_window": WINDOW, "logit_scale": 0.5,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        [{"sliding_window": 8}, {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+         {"logit_scale": 1.5}, {"tie_word_embeddings": False}, {"layer_norm_eps": 0.1}, {"hidden_act": "relu"},
+         {"rope_parameters": {**PLAIN, "rope_theta": 100.0}}, {"rope_parameters": LINEAR}],
+    ),
+    "starcoder2": (
+        "Starcoder2",
+        {**SHARED, "sliding_window": WINDOW},
+        [{"sliding_window": 8}, {"use_bias": False}, {"norm_epsilon": 0.1}, {"hidden_act": "relu"},
+         {"tie_word_embeddings": False}, {"num_key_value_heads": 1},
+         {"rope_parameters": {**PLAIN, "rope_theta": 100.0}}],
+    ),
+    "glm4": (
+        "Glm4",
+        {**SHARED, "head_dim": 12},
+        [{"attention_bias": False}, {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}},
+         {"tie_word_embeddings": True}, *SCALARS],
+    ),
+    "arcee": (
+        "Arcee",
+        {**SHARED, "head_dim": 12},
+        [{"hidden_act": "silu"}, {"rms_norm_eps": 0.1}, {"rope_parameters": YARN}, {"tie_word_embeddings": True}],
+    ),
+    "seed_oss": (
+        "SeedOss",
+        {**SHARED, "head_dim": 12},
+        [{"attention_bias": False}, {"attention_out_bias": True}, {"tie_word_embeddings": True}, *SCALARS],
+    ),
+    "nanochat": (
+        "NanoChat",
+        SHARED,
+        [{"final_logit_softcapping": 1.0}, {"tie_word_embeddings": True}, {"rms_norm_eps": 0.1}, {"hidden_act": "silu"},
+         {"rope_parameters": {**PLAIN, "rope_theta": 100.0}}, {"head_dim": 12}],
+    ),
+    "apertus": (
+        "Apertus",
+        {**SHARED, "rope_parameters": LLAMA3},
+        [{"rope_parameters": PLAIN}, {"hidden_act": "relu"}, {"rms_norm_eps": 0.1}, {"tie_word_embeddings": True},
+         {"head_dim": 12}],
+    ),
     "gpt_neox": (
         "GPTNeoX",
         {key: value for key, value in SHARED.items() if key != "num_key_value_heads"},
@@ -209,6 +265,19 @@ def test_import_and_export_lose_nothing(make_hf_model, name, tmp_path):
     assert np.abs(logits - reference["logits"]).max() <= 1e-6
 
 
+def test_constants_in_a_file_are_checked(make_hf_model):
+    raw, tensors = read(build(make_hf_model, "apertus"))
+    config, vocab_size = hf.config_from_hf(raw)
+    name = "model.layers.1.mlp.act_fn.beta"
+    params = hf.params_from_hf(config, vocab_size, {key: x for key, x in tensors.items() if key != name})
+    assert hf.params_to_hf(config, params)[name].tobytes() == tensors[name].tobytes()
+    with pytest.raises(UserError, match=rf"{name} is 0.25; only 0.5 is supported"):
+        hf.params_from_hf(config, vocab_size, {**tensors, name: np.asarray(0.25, np.float32)})
+    # What is rounded to 16 bits is the same constant.
+    rounded = {key: x.astype(np.float16) if x.ndim == 0 else x for key, x in tensors.items()}
+    hf.params_from_hf(config, vocab_size, rounded)
+
+
 def test_older_spellings_of_rope(make_hf_model):
     """transformers 4 writes theta and scaling at the top."""
     for name, changes in {"llama": {"rope_parameters": LLAMA3}, "gemma3": {}, "gpt_neox": {}}.items():
@@ -248,6 +317,18 @@ def test_a_tied_head_may_be_repeated_but_not_differ(make_hf_model):
         ("gemma2", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
         ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi=False is not supported"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than"),
+        ("smollm3", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
+        ("smollm3", {"layer_types": ["sliding_attention"] * 4}, "layer_types is not supported where it differs"),
+        ("granite", {"mlp_bias": True}, "mlp_bias=True is not supported, only False"),
+        ("cohere2", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
+        ("cohere2", {"sliding_window": None}, "sliding_window: Input should be a valid integer"),
+        ("cohere2", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "layer_types is not supported"),
+        ("starcoder2", {"hidden_act": "mish"}, "hidden_act: Input should be 'gelu'"),
+        ("glm4", {"head_dim": 5}, "head_dim: Input should be a multiple of 2"),
+        ("arcee", {"mlp_bias": True}, "mlp_bias=True is not supported, only False"),
+        ("seed_oss", {"mlp_bias": True}, "mlp_bias=True is not supported, only False"),
+        ("nanochat", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
+        ("apertus", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
     ],
 )
 def test_configurations_without_a_counterpart(make_hf_model, name, fields, message):

@@ -59,8 +59,98 @@ OLD_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {"rope_parameters": {**LONG, "original_max_position_embeddings": 16},
               "original_max_position_embeddings": 32}),
     ("phi3", {"rms_norm_eps": GONE, "sliding_window": GONE}),
+    ("smollm3", {"no_rope_layers": GONE, "layer_types": GONE, "rope_parameters": GONE}),
+    ("smollm3", {"no_rope_layers": [0, 1, 1, 0, 1, 0], "tie_word_embeddings": GONE}),
+    ("granite", {"attention_multiplier": GONE, "logits_scaling": GONE, "rope_parameters": GONE}),
+    ("cohere2", {"layer_types": GONE, "logit_scale": GONE}),
+    ("cohere2", {"layer_types": GONE, "sliding_window_pattern": 2, "sliding_window": GONE}),
+    ("starcoder2", {"norm_epsilon": GONE, "hidden_act": GONE, "use_bias": GONE, "sliding_window": GONE}),
+    ("glm4", {"rope_parameters": GONE, "rope_theta": 500.0, "rms_norm_eps": GONE, "attention_bias": GONE}),
+    ("apertus", {"rope_parameters": GONE, "rope_theta": 500.0}),
+    ("nanochat", {"rope_parameters": GONE, "final_logit_softcapping": GONE, "hidden_act": GONE, "rms_norm_eps": GONE}),
+    ("nanochat", {"final_logit_softcapping": None}),
+    ("apertus", {"rope_parameters": GONE, "rope_scaling": OLD_LLAMA3, "rope_theta": 500.0, "hidden_act": GONE}),
 ]  # fmt: skip
 """A family, and the edits of a config.json that transformers 5 wrote."""
+
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Phi-4": {"model_type": "phi3", "original_max_position_embeddings": 64, "rms_norm_eps": 1e-5, "pad_token_id": 3,
+              "rope_scaling": None, "rope_theta": 250000, "sliding_window": None, "tie_word_embeddings": False,
+              "embd_pdrop": 0.0, "resid_pdrop": 0.0, "hidden_act": "silu"},
+    "Phi-4-mini": {"model_type": "phi3", "original_max_position_embeddings": 32, "partial_rotary_factor": 0.75,
+                   "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.0, 9]},
+                   "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "pad_token_id": 3,
+                   "attention_bias": False, "mlp_bias": False, "lm_head_bias": False, "interpolate_factor": 1,
+                   "full_attn_mod": 1, "rms_norm_eps": 1e-5},
+    "SmolLM3": {"model_type": "smollm3", "attention_bias": False, "mlp_bias": False, "pretraining_tp": 2,
+                "layer_types": ["full_attention"] * 4, "max_window_layers": 28, "no_rope_layer_interval": 4,
+                "no_rope_layers": [1, 1, 1, 0], "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 5000000.0,
+                "sliding_window": None, "use_sliding_window": False, "pad_token_id": 3},
+    "Granite 3": {"model_type": "granite", "attention_bias": False, "attention_dropout": 0.1, "pad_token_id": 0,
+                  "attention_multiplier": 0.125, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
+                  "mlp_bias": False, "residual_multiplier": 0.22, "rms_norm_eps": 1e-5, "rope_scaling": None,
+                  "rope_theta": 10000.0, "tie_word_embeddings": True},
+    "Command R7B": {"model_type": "cohere2", "attention_bias": False, "head_dim": 8, "layer_norm_eps": 1e-5,
+                    "layer_switch": 4, "logit_scale": 0.25, "order_of_interleaved_layers": "local_attn_first",
+                    "position_embedding_type": "rope_gptj", "rope_scaling": None, "rope_theta": 50000,
+                    "rotary_pct": 1.0, "sliding_window": 16, "sliding_window_pattern": 4, "pad_token_id": 0,
+                    "use_embedding_sharing": True, "use_gated_activation": True, "use_parallel_block": True},
+    "StarCoder2 3B": {"model_type": "starcoder2", "activation_function": "gelu", "attention_softmax_in_fp32": True,
+                      "attention_dropout": 0.1, "embedding_dropout": 0.1, "residual_dropout": 0.1,
+                      "hidden_act": "gelu_pytorch_tanh", "layer_norm_epsilon": 1e-5, "norm_epsilon": 1e-5,
+                      "mlp_type": "default", "norm_type": "layer_norm", "rope_theta": 999999.4420358813,
+                      "sliding_window": 16, "use_bias": True, "scale_attention_softmax_in_fp32": True},
+    "GLM-4": {"model_type": "glm4", "attention_bias": True, "head_dim": 8, "partial_rotary_factor": 0.5,
+              "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "pad_token_id": 3},
+    "AFM": {"model_type": "arcee", "attention_bias": False, "head_dim": 12, "hidden_act": "relu2", "mlp_bias": False,
+            "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+            "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0, "rope_type": "yarn",
+                             "original_max_position_embeddings": 32, "type": "yarn"}},
+    "Seed-OSS": {"model_type": "seed_oss", "attention_bias": True, "attention_dropout": 0.1, "residual_dropout": 0.1,
+                 "attention_out_bias": False, "head_dim": 16, "mlp_bias": False, "pad_token_id": 1,
+                 "rms_norm_eps": 1e-6, "rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0,
+                 "tie_word_embeddings": False},
+    "Apertus": {"model_type": "apertus", "attention_bias": False, "hidden_act": "xielu", "mlp_bias": False,
+                "post_norm": False, "qk_norm": True, "rms_norm_eps": 1e-5, "rope_theta": 12000000,
+                "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                                 "original_max_position_embeddings": 32, "rope_type": "llama3", "type": "llama3"},
+                "tie_word_embeddings": False, "pad_token_id": 3},
+}  # fmt: skip
+"""The fields of published config.json files as transformers 4 wrote them, with the sizes of a tiny model."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_file_computes_what_transformers_computes(tmp_path: Path, name: str) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    raw = {**_SIZES, **PUBLISHED[name]}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw)).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape) * (parameter.ndim == 1))
+    model.save_pretrained(tmp_path)
+    raw["architectures"] = [type(model).__name__]
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    ids = np.random.default_rng(0).integers(0, 67, (2, 48))
+    config, vocab_size = hf.config_from_hf(raw)
+    actual = our_logits(config, vocab_size, read(tmp_path)[1], ids)
+    assert np.abs(actual - torch_logits(tmp_path, ids)).max() <= 1e-4
+    written = hf.config_to_hf(config, vocab_size=vocab_size, eos_id=2, bos_id=1)
+    assert hf.config_from_hf(written) == (config, vocab_size)
 
 
 def edited(directory: Path, out: Path, changes: dict[str, Any]) -> Path:

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from lm_trainer.nn.block import Block
 from lm_trainer.nn.mlp import Mlp
@@ -44,6 +45,22 @@ def test_in_parallel_both_parts_read_the_same():
     block = build(dataclasses.replace(BLOCK, parallel=True))
     x = X + block.attention(layer_norm(X), CONTEXT, 0)[0] + mlp(block)(layer_norm(X))
     np.testing.assert_allclose(block(X, CONTEXT, 0)[0], x, atol=1e-5)
+
+
+def test_one_norm_for_both_parts():
+    block = build(dataclasses.replace(BLOCK, parallel=True, shared_norm=True))
+    h = layer_norm(X)
+    np.testing.assert_allclose(
+        block(X, CONTEXT, 0)[0], X + block.attention(h, CONTEXT, 0)[0] + mlp(block)(h), atol=1e-5
+    )
+    names = {path[0] for path, _ in nnx.to_flat_state(nnx.state(block, nnx.Param))}
+    assert names == {"attention", "attention_pre_norm", "mlp"}
+
+
+def test_both_terms_of_the_stream_are_scaled():
+    block = build(dataclasses.replace(BLOCK, residual_scale=0.3))
+    x = X + 0.3 * block.attention(layer_norm(X), CONTEXT, 0)[0]
+    np.testing.assert_allclose(block(X, CONTEXT, 0)[0], x + 0.3 * mlp(block)(layer_norm(x)), atol=1e-5)
 
 
 def test_residual_dropout_needs_a_key_and_keeps_the_mean():

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from lm_trainer.nn.linear import ACTIVATIONS, Linear, dropout
+from lm_trainer.nn.mlp import Xielu, make_activation
+from lm_trainer.nn.spec import XieluSpec
 from tests.nn.common import make_init
 
 X = np.linspace(-4, 4, 41, dtype=np.float32)
@@ -20,12 +22,30 @@ EXPECTED = {
     "relu": np.maximum(X, 0),
     "silu": X / (1 + np.exp(-X)),
     "tanh": np.tanh(X),
+    "relu2": np.maximum(X, 0) ** 2,
 }
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activation(name):
-    np.testing.assert_allclose(ACTIVATIONS[name](jnp.asarray(X)), EXPECTED[name], atol=2e-6)
+    np.testing.assert_allclose(ACTIVATIONS[name](jnp.asarray(X)), EXPECTED[name], rtol=1e-6, atol=2e-6)
+
+
+def test_xielu():
+    xielu = make_activation(XieluSpec(), init=make_init())
+    assert isinstance(xielu, Xielu)
+    plus, minus, far = np.maximum(X, 0), np.minimum(X, 0), np.array([-200.0, 100.0], np.float32)
+    # Both curvatures are 0.8 at first.
+    fresh = 0.8 * plus**2 + 0.8 * (np.expm1(minus) - minus) + 0.5 * X
+    np.testing.assert_allclose(xielu(jnp.asarray(X)), fresh, atol=2e-6)
+    xielu.alpha_p[...], xielu.alpha_n[...] = jnp.full(1, 0.3), jnp.full(1, -0.7)
+    a, b = np.log1p(np.exp(0.3)), 0.5 + np.log1p(np.exp(-0.7))
+    expected = a * plus**2 + b * (np.expm1(minus) - minus) + 0.5 * X
+    np.testing.assert_allclose(xielu(jnp.asarray(X)), expected, atol=4e-6)
+    slopes = jax.vmap(jax.grad(lambda x: xielu(x)))
+    np.testing.assert_allclose(slopes(jnp.asarray(X)), 2 * a * plus + b * np.expm1(minus) + 0.5, atol=4e-6)
+    np.testing.assert_allclose(slopes(jnp.asarray(far)), [0.5 - b, 200 * a + 0.5], rtol=1e-5)
+    assert xielu(jnp.asarray(X, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 def test_linear_contracts_its_trailing_inputs():

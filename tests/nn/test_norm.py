@@ -55,6 +55,14 @@ def test_statistics_are_float32_whatever_the_input():
     np.testing.assert_allclose(np.asarray(y, np.float32), exact, rtol=2**-8)
 
 
+def test_a_factor_multiplies_before_the_result_is_rounded():
+    plain, scaled = (Norm(NormSpec(factor=factor), AXIS, init=make_init()) for factor in (None, 1 / 3))
+    x = jnp.asarray(X)
+    np.testing.assert_allclose(scaled(x), plain(x) / 3, rtol=1e-6)
+    once = (np.asarray(plain(x.astype(jnp.bfloat16).astype(jnp.float32))) / 3).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(scaled(x.astype(jnp.bfloat16))), once)
+
+
 def test_an_absent_norm_is_the_identity():
     x = jnp.asarray(X)
     assert make_norm(None, AXIS, init=make_init())(x) is x

@@ -25,9 +25,29 @@ def test_rotation_of_complex_numbers():
     np.testing.assert_allclose(actual[0], np.concatenate([turned.real, turned.imag], -1)[0], atol=1e-6)
 
 
+def test_coordinates_of_a_rotation_may_be_adjacent():
+    halves = np.concatenate([X[..., ::2], X[..., 1::2]], axis=-1)
+    expected = np.asarray(apply_rope(RopeSpec(100.0), jnp.asarray(halves), jnp.asarray(POSITIONS)))
+    actual = np.asarray(apply_rope(RopeSpec(100.0, interleaved=True), jnp.asarray(X), jnp.asarray(POSITIONS)))
+    np.testing.assert_array_equal(actual[..., ::2], expected[..., :4])
+    np.testing.assert_array_equal(actual[..., 1::2], expected[..., 4:])
+
+
+def test_a_rotation_backwards_undoes_one():
+    turned = apply_rope(RopeSpec(100.0), jnp.asarray(X), jnp.asarray(POSITIONS))
+    back = apply_rope(RopeSpec(100.0, backward=True), turned, jnp.asarray(POSITIONS))
+    np.testing.assert_allclose(back, X, atol=1e-5)
+    assert np.abs(np.asarray(turned) - X).max() > 1
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
-    "spec", [RopeSpec(100.0), RopeSpec(fraction=0.5, scaling=YarnScaling(8.0, 16, 32.0, 1.0, 1.2))]
+    "spec",
+    [
+        RopeSpec(100.0),
+        RopeSpec(fraction=0.5, scaling=YarnScaling(8.0, 16, 32.0, 1.0, 1.2)),
+        RopeSpec(fraction=0.5, interleaved=True),
+    ],
 )
 def test_a_tpu_rotates_by_a_product_to_the_same_numbers(spec: RopeSpec, dtype: DTypeLike):
     def rotated(x: jax.Array) -> jax.Array:
@@ -56,10 +76,13 @@ def test_products_depend_on_distances_alone():
 
 
 def test_a_fraction_leaves_the_rest_alone():
-    partial = np.asarray(apply_rope(RopeSpec(fraction=0.5), jnp.asarray(X), jnp.asarray(POSITIONS)))
-    np.testing.assert_array_equal(partial[..., 4:], X[..., 4:])
-    rotated_half = apply_rope(RopeSpec(), jnp.asarray(X[..., :4]), jnp.asarray(POSITIONS))
-    np.testing.assert_array_equal(partial[..., :4], rotated_half)
+    for interleaved in (False, True):
+        spec = RopeSpec(fraction=0.5, interleaved=interleaved)
+        partial = np.asarray(apply_rope(spec, jnp.asarray(X), jnp.asarray(POSITIONS)))
+        np.testing.assert_array_equal(partial[..., 4:], X[..., 4:])
+        whole = RopeSpec(interleaved=interleaved)
+        rotated_half = apply_rope(whole, jnp.asarray(X[..., :4]), jnp.asarray(POSITIONS))
+        np.testing.assert_array_equal(partial[..., :4], rotated_half)
 
 
 def test_scalings():

@@ -12,6 +12,7 @@ from benchmarks.plan_error import VOCAB, config_of
 from lm_trainer.core.errors import UserError
 from lm_trainer.plan import Assumptions, parse_devices, plan_run
 from lm_trainer.plan.comparison import PlannedConfig, comparison_lines, find_price, parse_prices
+from lm_trainer.plan.table import plan_lines
 from tests.conftest import RunLmt
 
 MODEL = {"type": "gpt2", "seq_len": 32, "hidden_dim": 64, "num_layers": 1, "num_heads": 2}
@@ -48,6 +49,11 @@ def test_a_table_has_a_row_for_each_pair():
     assert "yes" in first
     assert plan.time is not None
     assert f"{8 * 32 / plan.time.step_seconds:,.0f}" in first
+    assert plan.time.expected is not None
+    expected = next(line for line in plan_lines(plan) if line.startswith("expected"))
+    assert f"{plan.time.step_seconds:.3g} s a step, {plan.time.mfu:.0%} MFU" in expected
+    assert "tokens/s a device, with products" in expected
+    assert plan.as_dict()["time"]["expected"]["memory"] == plan.time.expected.memory
     assert "NO" in rows[1].split()
     assert "none:" in rows[2]
     assert reason == "b.yaml on 64xH100: they cannot share 8 microbatches"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,11 @@ from lm_trainer.plan.layouts import Layout, enumerate_layouts
 from lm_trainer.plan.memory import StepMemory
 from lm_trainer.plan.search import CompiledLayout
 from lm_trainer.plan.search_table import search_lines
-from lm_trainer.plan.speed import LayoutWork, Machine, StepCost, step_cost
-from lm_trainer.profile.devices import Bandwidths
 from lm_trainer.run.build.model import trace_model
 from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig, config_hash
 from lm_trainer.step.dispatch.memory import PhaseBytes
-from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.state.model_def import ModelDef
 from tests.conftest import RunLmt
 
@@ -203,68 +199,6 @@ def test_estimates_are_near_what_xla_plans(model: dict[str, Any], trainer: dict[
     temporary = estimate_temporary(config, VOCAB, 4, plan.rows * config.model.seq_len, axes=axes)
     estimate = estimate_step(config, group, temporary, Traces(VOCAB))
     assert estimate.bytes == pytest.approx(planned.bytes, rel=0.25)
-
-
-def work_of(config: RunConfig, **changes: Any) -> LayoutWork:
-    spec = config.model.spec(VOCAB)
-    defaults = {
-        "spec": spec,
-        "trainer": with_resolved_gather(config, VOCAB).trainer,
-        "seq_len": config.model.seq_len,
-        "plan": MicrobatchPlan(16, 8, 2),
-        "sizes": {"replica_dcn": 1, "replica": 1, "data": 4, "pipeline": 1, "context": 1, "expert": 1, "model": 1},
-        "shards": 4,
-        "gathers": 1,
-        "params": 1000,
-        "backend": "cudnn",
-        "training_flops": 6000,
-    }
-    return LayoutWork(**{**defaults, **changes})
-
-
-MACHINE = Machine("NVIDIA H100 80GB HBM3", 1e6, Bandwidths(1e9, 1e3, "none", between_nodes=1e1))
-
-
-def cost_of(**changes: Any) -> StepCost:
-    model = {**LLAMA, "gradient_checkpointing": False}
-    config = config_of({"model": model, "trainer": {"train_batch_size": 16}})
-    return step_cost(work_of(config, **changes), MACHINE)
-
-
-def test_the_cost_of_a_step_by_hand():
-    cost = cost_of()
-    # Two microbatches of 2 rows of 256 positions on each of four devices.
-    assert cost.compute == pytest.approx(2 * 512 * 6000 / 1e6)
-    assert (cost.recompute, cost.idle) == (0, 0)
-    # Three readings of weights, a gradient that is written and added (two readings, one writing), in float32.
-    assert cost.memory == pytest.approx(2 * 1000 * (3 * 4 + 4 * 4) / 1e9)
-    # Parameters come from, and gradients go to, three of four devices.
-    assert cost.network == pytest.approx(0.75 * 1000 * (4 + 4) / 1e3)
-    assert cost.seconds == cost.compute + cost.memory + cost.network
-
-
-def test_devices_wait_for_those_with_more_microbatches_and_for_stages():
-    even, uneven = cost_of(), cost_of(plan=MicrobatchPlan(18, 9, 2))
-    assert uneven.compute == pytest.approx(even.compute * 9 / 8)
-    # Nine microbatches take four devices the time of three on each.
-    assert uneven.compute + uneven.idle == pytest.approx(even.compute * 3 / 2)
-    sizes = {"replica_dcn": 1, "replica": 1, "data": 2, "pipeline": 2, "context": 1, "expert": 1, "model": 1}
-    staged = cost_of(sizes=sizes, shards=2)
-    # Two rows flow through two stages in three turns.
-    assert staged.idle == pytest.approx(even.compute / 2)
-    # Four microbatches, each of which takes the weights of a stage with it in every turn.
-    layers = 8 * (4 * 256 * 256 + 3 * 256 * 512 + 2 * 256)
-    assert staged.memory == pytest.approx(4 * (1000 + 2 * layers / 2) * (3 * 4 + 4 * 4) / 1e9)
-
-
-def test_more_nodes_send_by_their_adapters():
-    sizes = {"replica_dcn": 1, "replica": 1, "data": 16, "pipeline": 1, "context": 1, "expert": 1, "model": 1}
-    cost = cost_of(sizes=sizes, shards=16, plan=MicrobatchPlan(32, 16, 2))
-    # A gather passes through each node once, by all of its eight adapters; an exchange goes from each to each.
-    assert cost.network == pytest.approx(15 / 16 * 1000 * 4 * (1 / 80 + 1 / 10))
-    tpu = replace(MACHINE, kind="TPU v5")
-    work = work_of(config_of({"model": LLAMA, "trainer": {"train_batch_size": 32}}), sizes=sizes, shards=16)
-    assert step_cost(work, tpu).network == pytest.approx(15 / 16 * 1000 * 8 / 1e3)
 
 
 def test_devices_without_figures_are_refused(path: Path):

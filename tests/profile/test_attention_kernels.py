@@ -6,7 +6,7 @@ import pytest
 
 from lm_trainer.nn.spec import AttentionSpec, ScoreSpec
 from lm_trainer.plan.programs import ProgramWork, TargetFigures
-from lm_trainer.profile.attention_kernels import computed_share, count_products, kernel_block
+from lm_trainer.profile.attention_kernels import computed_share, count_products, kernel_block, visible_share
 from lm_trainer.profile.hlo import parse_program
 from lm_trainer.profile.network import Network
 
@@ -54,6 +54,13 @@ def test_blocks_with_a_visible_pair_are_computed(length: int, window: int | None
         for column in range(count)
     )
     assert computed_share(spec, length, block) == pytest.approx(visible / count**2)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 32, 100])
+def test_the_mask_leaves_earlier_positions_in_the_window(window: int | None) -> None:
+    spec = AttentionSpec(num_heads=2, head_dim=64, window=window)
+    visible = sum(key <= query and (window is None or query - key < window) for query in range(32) for key in range(32))
+    assert visible_share(spec, 32) == pytest.approx(visible / 32**2)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from flax import nnx
 
 from lm_trainer.models import Gpt2Config, MixtralConfig
 from lm_trainer.nn.loss import token_loss
-from lm_trainer.profile.flops import flops_per_token, recomputed_flops_per_token
+from lm_trainer.profile.flops import flops_per_token, recomputed_flops_per_token, recomputed_product_flops
 from lm_trainer.profile.workload import random_batch
 
 
@@ -109,6 +109,9 @@ def test_recomputed_products_are_those_that_jax_traces(checkpointing: Any, layer
     softmax = layers_again * 3 * LENGTH * SMALL["num_heads"]
     left_out = LAYERS * 2 * 4 * SMALL["hidden_dim"] ** 2 if unneeded else 0
     assert recomputed(checkpointing, scan_layers=True) == recomputed_flops + softmax + left_out
+    # Without kernels, JAX keeps the scores with "dots".
+    scores = 0 if checkpointing == "dots" else layers_again * 4 * LENGTH * SMALL["hidden_dim"]
+    assert recomputed_product_flops(config.spec(VOCAB)) == recomputed_flops - scores
 
 
 def test_experts_are_computed_again_where_products_are_kept():

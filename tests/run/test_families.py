@@ -1,7 +1,8 @@
 """Every family trains to the same bits on one device and on several, with dropout where it has any.
 
 Two are compared on eight devices, one with dropout and one with experts, the others on two. Families without a part of
-their own are compared among the exhaustive tests, and so are on eight devices those that bring most parts.
+their own are compared among the exhaustive tests, and so are on eight devices those that bring most parts, with all
+parameters and with those of one layer gathered at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.run.conftest import MakeConfig
 
 STEPS, ROWS = 3, 8
 EIGHT = ("gpt2", "mixtral")
-MOST_PARTS = ("llama", "gemma3", "mpt", "backpack")
+MOST_PARTS = ("llama", "gemma3", "mpt", "backpack", "cohere2", "apertus")
 
 
 def train(path: Path, devices: int) -> tuple[list[bytes], dict[str, bytes]]:
@@ -57,9 +58,22 @@ def cases() -> list[Any]:
 @pytest.mark.optimised
 @pytest.mark.parametrize(("model", "devices"), cases())
 def test_one_device_and_several(make_config: MakeConfig, in_tmp_path: Path, model: AnyModel, devices: int) -> None:
+    assert_alike(make_config, model, devices)
+
+
+@pytest.mark.optimised
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MOST_PARTS)
+def test_layer_by_layer(make_config: MakeConfig, in_tmp_path: Path, name: str) -> None:
+    assert_alike(make_config, TINY[name], 8, gather="layer")
+
+
+def assert_alike(make_config: MakeConfig, model: AnyModel, devices: int, **trainer: Any) -> None:
+    """Trains on one device and on several, and compares the bits."""
     dropout = {name: 0.1 for name in type(model).model_fields if name.endswith("_pdrop")}
     small = change(model, **dropout, gradient_checkpointing=True)
-    path = make_config(trainer={"train_batch_size": ROWS, "num_train_steps": STEPS, "steps_per_eval": STEPS})
+    sizes = {"train_batch_size": ROWS, "num_train_steps": STEPS, "steps_per_eval": STEPS}
+    path = make_config(trainer={**sizes, **trainer})
     content = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump({**content, "model": small.model_dump(mode="json")}))
     first, last = train(path, 1), train(path, devices)

@@ -17,7 +17,7 @@ from lm_trainer.core.tree import nest_named_leaves
 from lm_trainer.data.tokenizer import HfTokenizer, load_tokenizer
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.export.huggingface import ExportOptions, TextModel, read_hf, write_hf
-from lm_trainer.models import DecoderConfig, LlamaConfig, Phi3Config, Qwen2Config, hf
+from lm_trainer.models import ApertusConfig, DecoderConfig, LlamaConfig, Phi3Config, Qwen2Config, hf
 from lm_trainer.models.rope import Llama3Rope, LongRope
 from lm_trainer.parallel import sharded_array
 from lm_trainer.profile.flops import parameter_count
@@ -320,6 +320,26 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         import_model(str(tmp_path / "base"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_constants_of_a_checkpoint_are_checked(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    model = ApertusConfig(**LLAMA.model_dump(include={*KEYS} - {"type", "rope"}))
+    write_checkpoint(tmp_path / "base", model)
+    name = "model.layers.1.mlp.act_fn.beta"
+    source = HfCheckpoint.open(config(tmp_path / "base"))
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    leaves = hf.param_infos(model, 260)
+    shapes = {path: jax.ShapeDtypeStruct(leaf.shape, np.float32) for path, leaf in leaves.items()}
+    assert source.load(model, shapes, dict.fromkeys(leaves, sharding)).keys() == leaves.keys()
+    file = source.weights.stored[name].file
+    save_file({**load_file(file), name: np.asarray(0.25, np.float32)}, file)
+    changed = HfCheckpoint.open(config(tmp_path / "base"))
+    with pytest.raises(UserError, match=rf"base: {name} is 0.25; only 0.5 is supported"):
+        changed.load(model, shapes, dict.fromkeys(leaves, sharding))
+    with pytest.raises(UserError, match=rf"base: {name} is 0.25; only 0.5 is supported"):
+        import_model(str(tmp_path / "base"), tmp_path / "out")
 
 
 def test_longrope_that_takes_one_table_for_all_lengths_is_said(tmp_path: Path) -> None:

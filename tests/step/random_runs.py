@@ -170,7 +170,7 @@ def _draw_model(kind: str, one_of: OneOf) -> Plain:
         "cross_entropy_block_size": one_of(None, None, 24),
         "flash_attention_block_size": one_of(None, None, 5),
     }
-    if kind in ("llama", "olmo3"):
+    if kind in ("llama", "olmo3", "apertus"):
         del drawn["seq_len"]  # their scaling of positions goes with the length
     fields = type(tiny).model_fields
     return {**tiny.model_dump(), **{name: value for name, value in drawn.items() if name in fields}}

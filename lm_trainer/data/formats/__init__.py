@@ -10,11 +10,12 @@ from lm_trainer.data.formats.audio import AudioFormat
 from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, UnusableRow
 from lm_trainer.data.formats.chat import ChatFormat
 from lm_trainer.data.formats.ids import IdsFormat
+from lm_trainer.data.formats.preference import PreferenceFormat, UnpairedPreferenceFormat
 from lm_trainer.data.formats.supervised import SupervisedFormat
 from lm_trainer.data.formats.text import TextFormat
 
 AnyFormat = Annotated[
-    TextFormat | ChatFormat | SupervisedFormat | IdsFormat | AudioFormat,
+    TextFormat | ChatFormat | SupervisedFormat | PreferenceFormat | UnpairedPreferenceFormat | IdsFormat | AudioFormat,
     Field(discriminator="type"),
 ]
 
@@ -25,8 +26,10 @@ __all__ = [
     "EncodedDocument",
     "FormatConfig",
     "IdsFormat",
+    "PreferenceFormat",
     "PreparedRow",
     "SupervisedFormat",
     "TextFormat",
+    "UnpairedPreferenceFormat",
     "UnusableRow",
 ]

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from lm_trainer.core.config import Config
+from lm_trainer.core.data_content import DataContent
 from lm_trainer.data.sources import Row
 from lm_trainer.data.tokenizer import Tokenizer
 
@@ -41,6 +42,8 @@ class EncodedDocument(NamedTuple):
     """bool [T]: True for tokens that count as targets in the loss; None = all tokens."""
     features: np.ndarray | None = None
     """float32 [F, M], if the format caches audio features."""
+    partner: EncodedDocument | None = None
+    """The second document of the row, if rows are pairs of documents. It is stored after this one."""
 
 
 class UnusableRow(Exception):
@@ -56,6 +59,8 @@ class FormatConfig(Config):
     """True if documents start with the BOS token, provided that the tokenizer has one."""
     has_prompts: ClassVar[bool] = False
     """True if a row is a prompt with its answer, which must stay in one training row."""
+    content: ClassVar[DataContent] = "documents"
+    """Contents of the rows, which determines the losses that can be computed on them."""
     later_keys: ClassVar[frozenset[str]] = frozenset()
     """Keys added in later versions. Unset keys are left out of the identity, so that older caches are still found."""
 
@@ -63,6 +68,15 @@ class FormatConfig(Config):
     def features_shape(self) -> tuple[int, int] | None:
         """Number of frames and channels of the audio features of a document; None if rows have only text."""
         return None
+
+    @property
+    def is_paired(self) -> bool:
+        """True if every row is stored as two documents, which must stay next to each other."""
+        return self.content != "documents"
+
+    def describe_count(self, documents: int) -> str:
+        """Describes a number of stored documents, such as `600 documents` or `300 pairs`."""
+        return f"{documents // (2 if self.is_paired else 1):,} {self.content}"
 
     @property
     def keeps_features(self) -> bool:

@@ -81,12 +81,12 @@ class ChatFormat(FormatConfig):
             raise UnusableRow(f"the field {self.messages_field!r} is {json_type_name(value)}, not a list of messages")
         locations = [f"message {i} of {self.messages_field!r}" for i in range(len(value))]
         messages = [
-            _check_message(self._rename_fields(item), location) for item, location in zip(value, locations, strict=True)
+            check_message(self._rename_fields(item), location) for item, location in zip(value, locations, strict=True)
         ]
         if self.mask_user_turns and not _has_answer(messages):
             raise UnusableRow("the assistant says nothing in this conversation")
         counts = [0, 0]
-        conversation = [_replace_surrogates_deep(part, counts) for part in (messages, self._read_tools(row))]
+        conversation = [replace_surrogates_deep(part, counts) for part in (messages, self._read_tools(row))]
         return PreparedRow(conversation, counts[0], replaced=bool(counts[1]))
 
     def _rename_fields(self, message: object) -> object:
@@ -122,27 +122,41 @@ class ChatFormat(FormatConfig):
         ids, spans = tokenize_rendered(rendered, tokenizer)
         in_loss_T = np.ones(len(ids), bool)
         if self.mask_user_turns:
-            in_loss_T = _mark_answer_tokens(spans, rendered.answers)
+            in_loss_T = mark_answer_tokens(spans, rendered.answers)
             if not in_loss_T.any():
                 return UnusableRow("the assistant says nothing in this conversation")
         return EncodedDocument(ids, in_loss_T)
 
     def _compile_template(self, tokenizer: Tokenizer) -> ChatTemplate:
         assert isinstance(tokenizer, HfTokenizer)
-        source = self.chat_template
-        if source is None:
-            source = tokenizer.chat_template
-        # A text with a Jinja tag is a template, and any other text is a path.
-        elif not re.search(r"\{[%{]", source):
-            source = _read_template_file(source)
-        if source is None:
-            raise UserError("data.format.chat_template: the tokenizer has no chat template; name one")
-        if self.mask_user_turns and not re.search(r"\{%-?\s*generation\s*-?%\}", source):
+        template = compile_format_template(self.chat_template, tokenizer)
+        if self.mask_user_turns and not marks_answers(template):
             raise UserError(
                 "data.format.chat_template: the template does not mark what the assistant says; put {% generation %} "
                 "before and {% endgeneration %} after it, or set mask_user_turns: false"
             )
-        return _cached_chat_template(source, tuple(tokenizer.named_tokens().items()), tuple(tokenizer.special_tokens()))
+        return template
+
+
+def compile_format_template(source: str | None, tokenizer: HfTokenizer) -> ChatTemplate:
+    """Compiles the chat template of a format: a Jinja template, the path of one, or None for the tokenizer's template.
+
+    Raises:
+        UserError: if there is no template, or it cannot be read.
+    """
+    if source is None:
+        source = tokenizer.chat_template
+    # A text with a Jinja tag is a template, and any other text is a path.
+    elif not re.search(r"\{[%{]", source):
+        source = _read_template_file(source)
+    if source is None:
+        raise UserError("data.format.chat_template: the tokenizer has no chat template; name one")
+    return _cached_chat_template(source, tuple(tokenizer.named_tokens().items()), tuple(tokenizer.special_tokens()))
+
+
+def marks_answers(template: ChatTemplate) -> bool:
+    """Returns True if the template marks what the assistant says."""
+    return re.search(r"\{%-?\s*generation\s*-?%\}", template.source) is not None
 
 
 def compile_template(tokenizer: HfTokenizer) -> ChatTemplate:
@@ -172,7 +186,7 @@ def _read_template_file(path: str) -> str:
         raise UserError(f"data.format.chat_template: {path} is no template, and cannot be read: {error}") from None
 
 
-def _check_message(message: object, location: str) -> Message:
+def check_message(message: object, location: str) -> Message:
     """Checks a message, and joins its content to one text if the content is a list of texts.
 
     Without this, a template would render the list itself.
@@ -217,7 +231,7 @@ def _has_answer(messages: list[Message]) -> bool:
     return not answers or any(message.get(key) for message in answers for key in _CONTENT_KEYS)
 
 
-def _replace_surrogates_deep(value: object, counts: list[int], levels: int = _MAX_DEPTH) -> object:
+def replace_surrogates_deep(value: object, counts: list[int], levels: int = _MAX_DEPTH) -> object:
     """Copies a value without lone surrogates. Adds the number of text bytes and of replacements to `counts`.
 
     Raises:
@@ -233,8 +247,8 @@ def _replace_surrogates_deep(value: object, counts: list[int], levels: int = _MA
     if not levels:
         raise UnusableRow(f"the conversation is nested too deeply, in more than {_MAX_DEPTH} levels")
     if isinstance(value, dict):
-        return {key: _replace_surrogates_deep(item, counts, levels - 1) for key, item in value.items()}
-    return [_replace_surrogates_deep(item, counts, levels - 1) for item in value]
+        return {key: replace_surrogates_deep(item, counts, levels - 1) for key, item in value.items()}
+    return [replace_surrogates_deep(item, counts, levels - 1) for item in value]
 
 
 def tokenize_rendered(rendered: Rendered, tokenizer: HfTokenizer) -> tuple[list[int], np.ndarray]:
@@ -258,7 +272,7 @@ def tokenize_rendered(rendered: Rendered, tokenizer: HfTokenizer) -> tuple[list[
     return ids, np.concatenate(spans)
 
 
-def _mark_answer_tokens(spans_T2: np.ndarray, answers: list[tuple[int, int]]) -> np.ndarray:
+def mark_answer_tokens(spans_T2: np.ndarray, answers: list[tuple[int, int]]) -> np.ndarray:
     """Returns bool [T], True for tokens with at least one character in an answer. This agrees with transformers."""
     found_T = np.zeros(len(spans_T2), bool)
     for start, end in answers:

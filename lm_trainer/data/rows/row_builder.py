@@ -15,6 +15,7 @@ from lm_trainer.data.cache.loss_mask import DOCUMENT_END
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.config import SINGLE_SET, DataConfig
 from lm_trainer.data.formats import AudioFormat, TextFormat
+from lm_trainer.data.formats.answers import AnswerFormat
 from lm_trainer.data.formats.ids import IdsFormat
 from lm_trainer.data.rows.audio_rows import AudioRows, FeatureMasks, SpeechSet, open_audio_rows
 from lm_trainer.data.rows.chunks import Chunks
@@ -24,6 +25,7 @@ from lm_trainer.data.rows.growing_order import POLL_SECONDS
 from lm_trainer.data.rows.order import Rows, TrainSet
 from lm_trainer.data.rows.packed_set import PackedSet
 from lm_trainer.data.rows.packing import PackedRows, open_packing_plan
+from lm_trainer.data.rows.pair_packing import PairPlan, open_pair_plan
 from lm_trainer.data.shuffle import NoShuffle, derive_seed
 from lm_trainer.data.sources.grain_pipeline import GrainPipeline
 from lm_trainer.data.sources.prebuilt import PrebuiltCache
@@ -62,6 +64,9 @@ class RowBuilder:
         if isinstance(format, AudioFormat):
             audio_rows = self._audio_rows(name, cache, format)
             return self._audio_train_set(name, audio_rows, format, held_out or 0)
+        if isinstance(format, AnswerFormat):
+            pairs = self._packed_pairs(name, cache, format)
+            return TrainSet(name, pairs, pairs.num_rows, config.shuffle_config, seed)
         stop = self._first_held_out_token(name, chunks, held_out)
         rows: Rows = chunks
         num_rows = chunks.num_rows if stop is None else stop // self.seq_len
@@ -87,6 +92,15 @@ class RowBuilder:
         rows, seed = audio_rows.slice_rows(0, audio_rows.num_rows - held_out), self.seed_for_set(name)
         augment = None if format.spec_augment is None else FeatureMasks(format.spec_augment, seed)
         return TrainSet(name, rows, rows.num_rows, self.config.shuffle_config, seed, augment=augment)
+
+    def _packed_pairs(self, name: str, cache: OpenCache, format: AnswerFormat) -> PackedRows:
+        packed = self.pack_pairs(name, cache, format)
+        return PackedRows(cache.stream, packed.plan, self.seq_len, self.tokenizer.eos_id)
+
+    def pack_pairs(self, name: str, cache: OpenCache, format: AnswerFormat) -> PairPlan:
+        """Packs the pairs of a set, which must be complete. Raises `UserError` as `open_pair_plan`."""
+        title = "the data" if name == SINGLE_SET else f"the set {name}"
+        return open_pair_plan(title, cache, format, self.seq_len)
 
     def _grain_train_set(self, name: str) -> TrainSet:
         """Returns a set of the rows that a Grain pipeline makes, in the pipeline's order."""
@@ -183,7 +197,9 @@ class RowBuilder:
         # For tokens that stay in a user's file, the ledger counts the bytes of the ids.
         plain = plain and not cache.ledger.places
         make = EvalSet
-        if self.config.packing_of(name) == "best_fit":
+        if isinstance(config.format, AnswerFormat):
+            make = partial(PackedSet, plan=self.pack_pairs(name, cache, config.format).plan)
+        elif self.config.packing_of(name) == "best_fit":
             make = partial(PackedSet, plan=open_packing_plan(cache, self.seq_len, first=first))
         return make(
             title,
@@ -194,7 +210,8 @@ class RowBuilder:
             # The templates of other formats add text to the documents.
             text_bytes=sum(cache.ledger.text_bytes) if plain and not first else None,
             tags=tuple(config.tags),
-            is_text=not isinstance(config.format, IdsFormat),
+            # A loss on pairs is not a loss per byte of text.
+            is_text=not isinstance(config.format, IdsFormat | AnswerFormat),
             first_token=first,
         )
 

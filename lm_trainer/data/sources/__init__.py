@@ -16,6 +16,7 @@ from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, SourceC
 from lm_trainer.data.sources.compression import UNPACKED, file_suffix
 from lm_trainer.data.sources.csv_files import CsvFiles
 from lm_trainer.data.sources.embedded import Embedded
+from lm_trainer.data.sources.embedded_pairs import EmbeddedPairs
 from lm_trainer.data.sources.files import File
 from lm_trainer.data.sources.grain_pipeline import GrainPipeline
 from lm_trainer.data.sources.hub import HuggingFace
@@ -38,6 +39,7 @@ AnySource = Annotated[
     | AudioFiles
     | CsvFiles
     | Embedded
+    | EmbeddedPairs
     | GrainPipeline
     | HuggingFace
     | InMemory

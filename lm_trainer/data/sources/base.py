@@ -168,15 +168,27 @@ def read_record(value: object, text_key: str, fields: tuple[str, ...]) -> Row | 
     for name in required:
         if values[name] is MISSING:
             known_names = ", ".join(sorted(map(str, value))[:8]) or "none"
-            pairs = {"chosen", "rejected"} <= value.keys()
-            instead = "preference pairs (DPO) are not trained on" if pairs else f"{key} names the field to read"
-            return make_bad_row(f"no field {name!r} (fields: {known_names}); {instead}")
+            hint = _preference_hint(value, name) or f"{key} names the field to read"
+            return make_bad_row(f"no field {name!r} (fields: {known_names}); {hint}")
     if fields:
         return Row(0, "", "", record=values)
     for name, part in values.items():
         if not isinstance(part, str):
             return make_bad_row(f"the field {name!r} is {json_type_name(part)}, not a string")
     return Row(0, "", record_text(value, text_key))
+
+
+def _preference_hint(record: Mapping[str, object], missing: str) -> str | None:
+    """Returns what to write for a record of preferences that is read by another format; None for other records."""
+    if {"chosen", "rejected"} <= record.keys():
+        if missing == "prompt":
+            return "data.format.prompt_field: null takes the prompt from the common beginning of chosen and rejected"
+        return "pairs of answers are read by data.format: {type: preference}, and trained on by loss: {type: dpo}"
+    if {"completion", "label"} <= record.keys() and missing != "prompt":
+        return (
+            "labelled answers are read by data.format: {type: unpaired_preference}, and trained on by loss: {type: kto}"
+        )
+    return None
 
 
 def full_text(row: Row) -> str:

@@ -125,6 +125,8 @@ class _ShardWriter:
         if self.job.format.has_loss_mask:
             for row, document in usable:
                 self._append_masked(row, document)
+                if document.partner is not None:
+                    self._append_masked(row, document.partner)
         elif self.job.format.fields():
             for row, document in usable:
                 self._append_ids(row, np.asarray(document.ids, self.dtype))

@@ -17,8 +17,12 @@ from lm_trainer.models.peft import module_names
 from lm_trainer.nn.lora import attach_lora, is_adapter_param
 from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, token_loss, token_nll
 from lm_trainer.nn.quantize import quantize
+from lm_trainer.nn.reference import attach_reference, is_reference_param
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.nn.stages import StagedLoss, staged_token_loss, staged_token_nll
+from lm_trainer.objectives.base import PreferenceLossConfig
+from lm_trainer.objectives.preference import PreferenceLoss
+from lm_trainer.run.config.loss_checks import has_separate_reference
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.state.model_def import ModelDef
@@ -31,7 +35,10 @@ Selection = bool | Mapping[str, bool] | Callable[[str], bool]
 
 
 def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
-    """Traces the model of a configuration. The seed determines its initial values."""
+    """Traces the model of a configuration. The seed determines its initial values.
+
+    If the loss compares the model with a separate reference, the model contains it, with frozen parameters.
+    """
     key = jax.random.fold_in(jax.random.key(config.trainer.seed), INIT_KEY)
     quantization, adapter = config.trainer.quantization, config.adapter
     names = {} if adapter is None else module_names(config.model, vocab_size)
@@ -40,12 +47,16 @@ def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
         model = config.model.build(vocab_size, rngs=nnx.Rngs(key))
         if adapter is not None:
             attach_lora(model, adapter, names, rngs=nnx.Rngs(jax.random.fold_in(key, ADAPTER_KEY)))
+        if has_separate_reference(config.loss, adapter):
+            attach_reference(model, config.model.build(vocab_size, rngs=nnx.Rngs(key)))
         if quantization is not None:
             quantize(model, quantization)
         return model
 
     frozen = config.model.frozen_params
-    trained = (lambda name: name not in frozen) if frozen else True
+    trained: Selection = (lambda name: name not in frozen) if frozen else True
+    if has_separate_reference(config.loss, adapter):
+        trained = lambda name: not is_reference_param(name) and name not in frozen  # noqa: E731
     if adapter is not None:
         return trace_module(build, config.trainer.mp.param_dtype, is_adapter_param)
     model = trace_module(build, config.trainer.mp.param_dtype, trained)
@@ -99,14 +110,18 @@ class _ModuleRecorder:
         return graphdefs[0], operations, jax.tree.structure(shapes)
 
 
-def loss_function(config: RunConfig) -> NextTokenLoss:
+def loss_function(config: RunConfig) -> NextTokenLoss | PreferenceLoss:
     """Returns the training loss in the compute dtype of the configuration."""
+    if isinstance(config.loss, PreferenceLossConfig):
+        return PreferenceLoss(config.loss, config.trainer.mp.compute_dtype, config.model.cross_entropy_block_size)
     terms = LossTerms(z_loss_weight=config.z_loss_weight)
     return next_token_loss(config.trainer.mp.compute_dtype, config.model.cross_entropy_block_size, terms)
 
 
-def evaluation_loss(config: RunConfig) -> NextTokenLoss:
+def evaluation_loss(config: RunConfig) -> NextTokenLoss | PreferenceLoss:
     """Returns the loss for held-out sets, without the z-loss of training."""
+    if isinstance(config.loss, PreferenceLossConfig):
+        return loss_function(config)
     terms = LossTerms(entropy=config.log_entropy)
     return next_token_loss(config.trainer.mp.compute_dtype, config.model.cross_entropy_block_size, terms)
 

@@ -18,9 +18,11 @@ from lm_trainer.data import DataConfig
 from lm_trainer.harness.config import HarnessConfig
 from lm_trainer.models import AnyModel, Gpt2Config
 from lm_trainer.nn.lora_config import AnyAdapter
+from lm_trainer.objectives import AnyLoss, NextTokenConfig
 from lm_trainer.optim import AdamConfig, AnyOptimizer
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.run.config.default_shards import with_default_shards
+from lm_trainer.run.config.loss_checks import check_loss
 from lm_trainer.run.config.recorded_keys import without_newer_defaults
 from lm_trainer.run.config.refused_keys import REFUSED_TOP_LEVEL_KEYS
 from lm_trainer.run.config.trainer_config import TrainerConfig
@@ -41,6 +43,8 @@ class RunConfig(Config):
     adapter: AffectsResults[AnyAdapter | None] = None
     """Freeze the initial model and train an adapter for it. null trains all parameters."""
 
+    loss: AffectsResults[AnyLoss] = NextTokenConfig()
+    """The training loss: the cross-entropy of the next token, or a preference loss on pairs of answers."""
     z_loss_weight: AffectsResults[NonNegativeFloat] = 0.0
     """Weight of the z-loss. The training objective includes this weight times the mean of (log sum exp logits)^2, which
     keeps the softmax normalizer near 1. PaLM uses 1e-4. The z-loss is logged as `train/z_loss`, while `train/loss` and
@@ -113,6 +117,11 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _loss_fits(self) -> RunConfig:
+        check_loss(self)
+        return self
+
+    @model_validator(mode="after")
     def _curvature_is_of_a_cross_entropy(self) -> RunConfig:
         if self.z_loss_weight and self.optimizer.curvature == "gauss_newton_bartlett":
             raise ValueError(
@@ -181,7 +190,11 @@ def numeric_identity(config: Config) -> dict[str, Any]:
 
 def config_hash(config: RunConfig) -> str:
     """Returns eight hexadecimal digits that are the same for configurations with the same numerical results."""
-    text = json.dumps(without_newer_defaults(numeric_identity(config), config.trainer), sort_keys=True)
+    identity = without_newer_defaults(numeric_identity(config), config.trainer)
+    # Older versions had no other loss.
+    if config.loss == NextTokenConfig():
+        del identity["loss"]
+    text = json.dumps(identity, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 

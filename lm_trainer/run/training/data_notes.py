@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.dataset import Data
+from lm_trainer.data.rows.pair_packing import PairPlan
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.trackers import Progress
 
 
 def empty_rows_note(config: RunConfig, data: Data) -> str | None:
-    """Returns a warning if there are rows in which no token has a loss; None if no such rows are known."""
+    """Returns a warning if nothing is learnt from some rows, or pairs are left out; None if no such data are known."""
     trainer = config.trainer
     if not is_lead():
         return None
+    if left_out := data.left_out_pairs():
+        return _left_out_note(config, left_out)
     share = data.share_without_loss(trainer.batch_schedule, trainer.num_train_steps)
     if not share:
         return None
     return (
         f"warning: in {share:.1%} of the rows no token has a loss, such as where a prompt is longer than a row of "
         f"model.seq_len={config.model.seq_len}: nothing is learnt from them"
+    )
+
+
+def _left_out_note(config: RunConfig, plans: Mapping[str, PairPlan]) -> str:
+    counts = "; ".join(f"{name}: {plan.too_long:,} of {plan.pairs:,}" for name, plan in plans.items())
+    longest = max(plan.longest for plan in plans.values())
+    return (
+        f"warning: {config.loss.content} longer than a row of model.seq_len={config.model.seq_len} are left out "
+        f"({counts}); the longest takes {longest:,} positions"
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from lm_trainer.core.bucket import Bucket, StoragePath, storage_path
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.tree import nest_named_leaves
 from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.export.adapter import AdapterModel, write_adapter
 from lm_trainer.export.card import TrainingFacts
@@ -21,6 +22,7 @@ from lm_trainer.export.hub import PushedModel, prepare_push, push
 from lm_trainer.export.huggingface import ExportOptions, TextModel, check_exportable, write_hf
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.nn.lora import is_adapter_param
+from lm_trainer.nn.reference import policy_params
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.run_config import RunConfig
@@ -103,6 +105,7 @@ class HfExports:
         *_, weights = setup.weights_to_evaluate(info.state).values()
         if self.config.adapter is not None:
             weights = {name: x for name, x in weights.items() if is_adapter_param(name)}
+        weights = policy_params(weights)
         params = _gather_on_lead(weights)
         # The other processes return only now, because gathering is a collective operation.
         if not is_lead():
@@ -119,7 +122,7 @@ class HfExports:
         model, adapter = self.config.model, self.config.adapter
         if adapter is None:
             vocab_size = len(params["embed.tokens"])
-            nested = setup.model.nest(params)
+            nested = nest_named_leaves(params)
             text_model = TextModel(model, vocab_size, nested, self.tokenizer, self.run_id, facts, self.settings)
             write_hf(out, text_model, options)
         else:

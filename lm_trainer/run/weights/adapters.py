@@ -1,4 +1,7 @@
-"""Runs that train an adapter: the frozen base model, the training cost, and merging the adapter into the base model."""
+"""Runs that train an adapter: the frozen base model, the training cost, and merging the adapter into the base model.
+
+Runs that compare the model with a frozen copy of its start find the start in the same way.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ from lm_trainer.core.files import expand_home
 from lm_trainer.core.tree import named_leaves, nest_named_leaves
 from lm_trainer.models.hf import param_infos
 from lm_trainer.nn.lora import is_adapter_param, merge_lora
+from lm_trainer.objectives import LossConfig, NextTokenConfig
 from lm_trainer.profile.flops import FlopsCount
+from lm_trainer.run.config.loss_checks import has_separate_reference
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.files.find_run import find_checkpoints
 from lm_trainer.run.weights.pretrained import HfCheckpoint, hf_source_name
@@ -33,6 +38,7 @@ from lm_trainer.step.state.model_def import ModelDef, Params
 FROZEN = "frozen"
 """Key of the result of `hash_frozen_params` in the record of a checkpoint."""
 _BASE_STEP = "base_step"
+_NEXT_TOKEN = NextTokenConfig()
 _IRRELEVANT_FIELDS = frozenset(
     {"dropout", "init_std", "scan", "remat", "backend", "block_size", "upcast", "balance_coef", "z_coef"}
     | {"vocab_size", "num_positions"}
@@ -42,33 +48,42 @@ _IRRELEVANT_FIELDS = frozenset(
 
 @dataclass(frozen=True)
 class BaseCheckpoint:
-    """A checkpoint of another run that contains the frozen base weights of an adapter."""
+    """A checkpoint of another run that contains frozen weights: the base of an adapter, or a reference model."""
 
     directory: StoragePath
     step: int | None
     """Step of the checkpoint; None means the newest one."""
+    key: str = "trainer.initialize_from"
+    """Key of the configuration that names the checkpoint."""
+    fact: str = _BASE_STEP
+    """Key of the step in the record of every checkpoint."""
 
     @property
     def facts(self) -> dict[str, Any]:
         """Entries for the record of every checkpoint, which pin the step of the base even if its run continues."""
-        return {_BASE_STEP: self.step}
+        return {self.fact: self.step}
+
+    def load(self, shapes: Mapping[str, Any], shardings: Mapping[str, Sharding]) -> Params:
+        """Loads the weights in the given shapes and shardings, which may include parameters of adapters.
+
+        Raises:
+            UserError: if the checkpoint contains another model.
+        """
+        loaded = load_merged_model(self.directory, self.step).params
+        named = {name: np.asarray(x) for name, x in named_leaves(loaded).items()}
+        expected = {name: x for name, x in shapes.items() if not is_adapter_param(name)}
+        _check_same_model(f"{self.key}: {self.directory}", named, expected)
+        return {name: jax.device_put(x.astype(shapes[name].dtype), shardings[name]) for name, x in named.items()}
 
     def with_initial_weights(self, model: ModelDef) -> ModelDef:
         """Returns the model with the weights of this checkpoint as initial values."""
-
-        def load(shapes: Mapping[str, Any], shardings: Mapping[str, Sharding]) -> Params:
-            loaded = load_merged_model(self.directory, self.step).params
-            named = {name: np.asarray(x) for name, x in named_leaves(loaded).items()}
-            _check_same_model(
-                self.directory, named, {name: x for name, x in shapes.items() if not is_adapter_param(name)}
-            )
-            return {name: jax.device_put(x.astype(shapes[name].dtype), shardings[name]) for name, x in named.items()}
-
-        return dataclasses.replace(model, load=load)
+        return dataclasses.replace(model, load=self.load)
 
 
 def find_base_checkpoint(config: RunConfig, store: CheckpointStore) -> BaseCheckpoint | None:
-    """Returns the base model of a run with an adapter if it is a checkpoint of another run; None otherwise.
+    """Returns the checkpoint of another run whose weights stay in use, frozen, during the run; None if there is none.
+
+    It contains the base of an adapter, or the initial weights that a loss compares the model with.
 
     The step is the one recorded in the newest checkpoint of this run, otherwise the one given in the configuration,
     otherwise the newest step of the base run.
@@ -76,24 +91,45 @@ def find_base_checkpoint(config: RunConfig, store: CheckpointStore) -> BaseCheck
     Raises:
         UserError: if the base run does not exist, or its model computes a different function from the model section.
     """
-    if config.adapter is None or config.trainer.initialize_from is None:
+    freezes = config.adapter is not None or has_separate_reference(config.loss, config.adapter)
+    if not freezes or config.trainer.initialize_from is None:
         return None
-    directory, step = find_checkpoints(config.trainer.initialize_from)
-    _check_same_function(directory, read_config(directory), config)
-    # Pins the step, because the newest checkpoint of the base run changes if that run continues.
-    if (pinned := _read_base_step(store)) is not None:
-        return BaseCheckpoint(directory, pinned)
-    return BaseCheckpoint(directory, max(list_steps(directory), default=None) if step is None else step)
+    return find_frozen_checkpoint(config, store, config.trainer.initialize_from, "trainer.initialize_from", _BASE_STEP)
 
 
-def _read_base_step(store: CheckpointStore) -> int | None:
+def find_frozen_checkpoint(
+    config: RunConfig, store: CheckpointStore, source: str, key: str, fact: str
+) -> BaseCheckpoint:
+    """Finds a checkpoint of another run whose weights a run uses without training them.
+
+    Args:
+        config: configuration of the run.
+        store: checkpoints of the run.
+        source: run, checkpoint directory or step.
+        key: key of the configuration that names `source`.
+        fact: key of the step in the records of the run's checkpoints.
+
+    Raises:
+        UserError: as for `find_base_checkpoint`.
+    """
+    directory, step = find_checkpoints(source)
+    _check_same_function(key, directory, read_config(directory), config)
+    # Pins the step, because the newest checkpoint of the other run changes if that run continues.
+    if (pinned := _read_pinned_step(store, fact)) is not None:
+        step = pinned
+    return BaseCheckpoint(
+        directory, max(list_steps(directory), default=None) if step is None else step, key=key, fact=fact
+    )
+
+
+def _read_pinned_step(store: CheckpointStore, fact: str) -> int | None:
     for step in reversed(store.steps()):
         with contextlib.suppress(CheckpointError):
-            return read_record(store.directory, step).get(_BASE_STEP)
+            return read_record(store.directory, step).get(fact)
     return None
 
 
-def _check_same_function(base: StoragePath, recorded: RunConfig, configured: RunConfig) -> None:
+def _check_same_function(key: str, base: StoragePath, recorded: RunConfig, configured: RunConfig) -> None:
     """Raises `UserError` if the base computes a different function, even if its parameters have the right shapes."""
     actual, expected = (_result_affecting_fields(config.model.spec(1)) for config in (recorded, configured))
     lines = [
@@ -103,7 +139,7 @@ def _check_same_function(base: StoragePath, recorded: RunConfig, configured: Run
     ]
     if lines:
         raise UserError(
-            f"trainer.initialize_from: {base} is a model that computes something else than the model section says; "
+            f"{key}: {base} is a model that computes something else than the model section says; "
             f"take over the one of {base / 'config.yaml'}:\n  " + "\n  ".join(lines[:8])
         )
 
@@ -123,7 +159,7 @@ def _result_affecting_fields(spec: Any, path: str = "") -> dict[str, Any]:
     return fields
 
 
-def _check_same_model(directory: StoragePath, actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def _check_same_model(checkpoint: str, actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     actual_shapes, expected_shapes = (
         {name: tuple(x.shape) for name, x in arrays.items()} for arrays in (actual, expected)
     )
@@ -133,7 +169,7 @@ def _check_same_model(directory: StoragePath, actual: Mapping[str, Any], expecte
         if actual_shapes.get(name) != expected_shapes.get(name)
     ]
     if lines:
-        raise UserError(f"trainer.initialize_from: {directory} is another model:\n  " + "\n  ".join(lines[:8]))
+        raise UserError(f"{checkpoint} is another model:\n  " + "\n  ".join(lines[:8]))
 
 
 def hash_frozen_params(frozen: Mapping[str, Any]) -> str:
@@ -157,10 +193,12 @@ def check_frozen_params(restored: Restored, frozen: Params) -> None:
         )
 
 
-def training_flops(count: FlopsCount, model: ModelDef) -> int:
+def training_flops(count: FlopsCount, model: ModelDef, loss: LossConfig = _NEXT_TOKEN) -> int:
     """Returns the number of FLOPs per token of a training step, whether all parameters are trained or only adapters."""
-    adapted = any(map(is_adapter_param, model.trainable))
-    return count.training_with_adapters(2 * _num_params(model, trained=True)) if adapted else count.training
+    extra = loss.extra_forward_passes * count.forward
+    if any(map(is_adapter_param, model.trainable)):
+        return count.training_with_adapters(2 * _num_params(model, trained=True)) + extra
+    return count.training + extra
 
 
 def describe_num_params(model: ModelDef) -> str:

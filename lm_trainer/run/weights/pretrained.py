@@ -269,6 +269,8 @@ class HfCheckpoint:
                 raise UserError(
                     f"{self.directory}: {copy} differs from {first}, but this model has one tensor for both"
                 )
+        with errors_prefixed_with(self.directory):
+            hf.check_constants_of(model, self.weights)
         return {name: self._assemble(pieces, shapes[name], shardings[name]) for name, pieces in stored.pieces.items()}
 
     def _assemble(self, pieces: list[SourceSlice], like: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:

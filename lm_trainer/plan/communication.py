@@ -1,0 +1,94 @@
+"""Time of the communication of a step, from bytes and bandwidths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lm_trainer.plan.layout_work import LayoutWork
+from lm_trainer.plan.machine import Machine
+from lm_trainer.profile.devices import NODE, device_platform
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Time of the communication of a step in seconds, as if nothing overlapped."""
+
+    batch: float
+    """Gathering of parameters and reduction of gradients over the batch axes."""
+    activations: float
+    """Communication between devices that share a microbatch."""
+    exposed: float
+    """Part of `batch` that no computation can hide: the first gather and the last reduction."""
+
+
+def communication(work: LayoutWork, machine: Machine) -> Communication:
+    """Returns the time of the communication of a step."""
+    batch = _batch_axes_seconds(work, machine)
+    shared = _tensor_parallel_seconds(work, machine) + _context_parallel_seconds(work, machine)
+    shared += _expert_parallel_seconds(work, machine) + _gradient_sum_seconds(work, machine)
+    return Communication(batch, work.microbatches * shared, batch / max(1, len(work.spec.blocks)))
+
+
+def _batch_axes_seconds(work: LayoutWork, machine: Machine) -> float:
+    """Returns the time of gathering parameters and summing gradients."""
+    if work.shards == 1:
+        return 0.0
+    part = (work.shards - 1) / work.shards * work.params
+    if work.layerwise:
+        # Gradients are exchanged in the compute dtype, or as sums in float32.
+        gathered = 2 * work.gathers * work.itemsize
+        reduced = work.gathers * (work.itemsize if work.gathers == work.microbatches else _FLOAT32)
+    elif not work.trainer.bitwise:
+        gathered, reduced = 2 * work.microbatches * work.itemsize, work.microbatches * work.itemsize
+    else:
+        gathered, reduced = _FLOAT32, _FLOAT32
+    stride = work.devices // work.shards
+    ring = machine.link_bandwidth(work.shards, stride)
+    exchange = machine.link_bandwidth(work.shards, stride, exchange=True)
+    return part * gathered / ring + part * reduced / (exchange if _exchanges_between_all(work, machine) else ring)
+
+
+def _exchanges_between_all(work: LayoutWork, machine: Machine) -> bool:
+    """Returns True if gradients are added in one exchange between all devices.
+
+    With a power of two of nodes of GPUs, each node first adds its gradients, so an adapter sends an eighth of the
+    bytes, as in a ring.
+    """
+    nodes = -(-work.devices // NODE)
+    in_two_stages = device_platform(machine.kind) == "gpu" and nodes & (nodes - 1) == 0
+    return work.trainer.bitwise and not in_two_stages
+
+
+def _tensor_parallel_seconds(work: LayoutWork, machine: Machine) -> float:
+    """Returns the time of activation sums after attention and MLP: forward, backward, and once more if recomputed."""
+    if work.tensor == 1:
+        return 0.0
+    ring = 2 * (work.tensor - 1) / work.tensor
+    sums = 2 * (3 if work.recomputation.products else 2) * len(work.spec.blocks)
+    sent = ring * work.tokens * work.spec.hidden_dim * work.itemsize
+    return sums * (sent / machine.link_bandwidth(work.tensor) + machine.efficiency.latency)
+
+
+def _context_parallel_seconds(work: LayoutWork, machine: Machine) -> float:
+    """Returns the time of sending keys and values, and their gradients in float32."""
+    size = work.sizes["context"]
+    width = sum(2 * block.attention.kv_heads * block.attention.head_dim for block in work.spec.blocks) / work.tensor
+    passes = (2 if work.recomputes else 1) * work.itemsize + _FLOAT32
+    sent = (size - 1) * work.tokens * width * passes
+    return sent / machine.link_bandwidth(size, work.sizes["expert"] * work.tensor)
+
+
+def _expert_parallel_seconds(work: LayoutWork, machine: Machine) -> float:
+    """Returns the time of expert parallelism: tokens go to all devices that share experts, and sums return; twice."""
+    size = work.sizes["expert"]
+    passes = (3 if work.recomputes else 2) * (work.itemsize + _FLOAT32)
+    sent = (size - 1) * work.tokens * work.spec.hidden_dim * work.spec.num_routers * passes
+    return sent / machine.link_bandwidth(size, work.tensor)
+
+
+def _gradient_sum_seconds(work: LayoutWork, machine: Machine) -> float:
+    """Returns the time of summing a microbatch's gradients over the devices that share its rows or positions."""
+    part = 2 * (work.group - 1) / work.group * work.params * _FLOAT32
+    return part / machine.link_bandwidth(work.group, work.tensor, exchange=True)

@@ -1,0 +1,117 @@
+"""Bytes that a step reads and writes in device memory, except inputs and outputs of products and attention kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lm_trainer.nn.spec import BlockSpec, MoeSpec, RopeSpec
+from lm_trainer.plan.gpu_target import compute_capability
+from lm_trainer.plan.layout_work import LayoutWork
+from lm_trainer.profile.devices import device_platform
+from lm_trainer.profile.flops import parameter_count, ring_score_fraction
+
+_SCORE_PASSES = 10
+"""Number of passes of float32 scores through memory without a fused kernel: four in the forward pass (scores, two for
+the softmax, the weighted sum) and six in the backward pass."""
+_LOGIT_PASSES = {"tpu": 3, "gpu": 11}
+"""Number of passes of float32 logits through memory. On TPUs they are read for the loss; read and written, as their
+gradient, in the backward pass. On GPUs XLA fuses less: its compiled loss moves this much for GPT-2."""
+_WORKSPACE_BYTES = 6
+"""Bytes for each pair and head that cuDNN's deterministic backward pass moves on Hopper: 2 bytes, three times."""
+_UPDATE_PASSES = 8
+"""Number of float32 values per parameter in an update by Adam: the parameter and two moments are read and written, the
+gradient is read for its norm and for the update."""
+_FLOAT32 = 4
+_HOPPER = 9
+
+
+def microbatch_bytes(work: LayoutWork, kind: str) -> float:
+    """Returns the bytes that a device of a kind reads and writes for one microbatch.
+
+    XLA counts 0.55 to 1.75 times as much for the steps in `benchmarks/results/compiled`, with a median near 1, if each
+    operation counts with the time by which its memory traffic exceeds its FLOPs.
+    """
+    of_tokens = _token_bytes(work, device_platform(kind))
+    return _gradient_bytes(work) + _score_bytes(work, kind) + work.tokens * of_tokens
+
+
+def weight_bytes(work: LayoutWork) -> float:
+    """Returns the bytes of weights that the products of a microbatch read, without recomputation."""
+    # A pipeline processes rows one by one, and each of its steps reads the weights of the stage.
+    return 3 * work.itemsize * (work.params + _pipeline_params(work))
+
+
+def update_bytes(work: LayoutWork) -> float:
+    """Returns the bytes that a device reads and writes to update its shard of the parameters."""
+    return _UPDATE_PASSES * _FLOAT32 * work.params / work.shards
+
+
+def _gradient_bytes(work: LayoutWork) -> float:
+    """Returns the bytes of gradients that products write and that are added, and of parameters that are cast."""
+    if work.trainer.bitwise and not work.layerwise:
+        # Everything is float32: the gradient is written and read, the sum is read and written, and each microbatch
+        # casts the parameters.
+        passes = 4 * _FLOAT32 + _FLOAT32 + work.itemsize
+    elif work.microbatches > 1 or work.layerwise:
+        passes = 2 * work.itemsize + 2 * _FLOAT32
+    else:
+        passes = 2 * work.itemsize
+    return (work.params + _pipeline_params(work)) * passes
+
+
+def _pipeline_params(work: LayoutWork) -> float:
+    """Returns the parameters that a pipeline reads in addition, because it processes rows one by one."""
+    stages = work.sizes["pipeline"]
+    if stages == 1:
+        return 0.0
+    layers = parameter_count(work.spec) - parameter_count(replace(work.spec, blocks=()))
+    return (work.plan.rows + stages - 2) * layers / (stages * work.tensor)
+
+
+def _score_bytes(work: LayoutWork, kind: str) -> float:
+    heads = sum(block.attention.num_heads for block in work.spec.blocks) / work.tensor
+    pairs = work.tokens * work.seq_len * heads
+    if work.backend == "cudnn":
+        return _WORKSPACE_BYTES * pairs if work.trainer.bitwise and compute_capability(kind) == _HOPPER else 0.0
+    if work.has_kernel:
+        return 0.0
+    share = ring_score_fraction(work.spec, work.seq_len, work.sizes["context"]) if work.backend == "ring" else 1.0
+    return _SCORE_PASSES * _FLOAT32 * share * pairs
+
+
+def _token_bytes(work: LayoutWork, platform: str) -> float:
+    """Returns the bytes per token of norms, residuals, rotary embeddings, activations and the loss."""
+    repeated = 1 + work.recomputation.elementwise
+    layers = sum(repeated * _forward_values(block, work) + _backward_values(block, work) for block in work.spec.blocks)
+    loss = _LOGIT_PASSES[platform] * _FLOAT32 * work.spec.vocab_size / work.head_shards
+    return layers * work.itemsize / work.sizes["pipeline"] + loss
+
+
+def _forward_values(block: BlockSpec, work: LayoutWork) -> float:
+    # Twice, a fused operation reads the stream and the result of the last sublayer, and writes their sum and its norm.
+    return 8 * work.spec.hidden_dim + _rotary_values(block, work) + _activation_values(block, work, of_gradient=False)
+
+
+def _backward_values(block: BlockSpec, work: LayoutWork) -> float:
+    # Twice, a fused operation reads the stream and the gradients of norm and residual, and writes its gradient.
+    return 8 * work.spec.hidden_dim + _rotary_values(block, work) + _activation_values(block, work, of_gradient=True)
+
+
+def _rotary_values(block: BlockSpec, work: LayoutWork) -> float:
+    """Queries and keys, read and written."""
+    attention = block.attention
+    if not isinstance(attention.positions, RopeSpec):
+        return 0.0
+    return 2 * (attention.num_heads + attention.kv_heads) * attention.head_dim / work.tensor
+
+
+def _activation_values(block: BlockSpec, work: LayoutWork, *, of_gradient: bool) -> float:
+    """Values that the activation of an MLP reads and writes: its inputs and its result, or also their gradients."""
+    mlp = block.mlp
+    inputs = 2 if isinstance(mlp, MoeSpec) or mlp.gated else 1
+    # The backward pass reads the inputs and a gradient, and writes the gradients and, for a product, the activation.
+    passes = 2 * inputs + 2 if of_gradient else inputs + 1
+    if isinstance(mlp, MoeSpec):
+        # Each selected expert also reads a copy of the token and writes a part of the sum.
+        return mlp.top_k * (passes * mlp.hidden_dim + 4 * work.spec.hidden_dim) / work.tensor
+    return passes * mlp.hidden_dim / work.tensor
