@@ -132,7 +132,7 @@ def _collect_notes(model: EvalModel, sets: Sequence[SetLosses], options: TextOpt
         if not losses.documents.tokens:
             notes.append(f"{losses.name}: no token of what was read has a loss, so that there is no mean")
         if losses.documents.bytes_D is None:
-            notes.append(f"{losses.name}: token ids, of whose text nothing is known: no bits per byte")
+            notes.append(f"{losses.name}: no bits per byte, for token ids of unknown text and for answers")
     if options.max_batches is not None:
         notes.append(f"at most {options.max_batches} batches of each set (--max-batches)")
     return notes

@@ -159,6 +159,22 @@ def test_other_programs_compute_the_same_loss(trainer: Any, make_config: MakeCon
 
 
 @pytest.mark.slow
+def test_the_division_into_microbatches_does_not_change_the_reference_point(
+    make_config: MakeConfig, in_tmp_path: Path
+) -> None:
+    write_base(Path("base"), seed=0)
+    # With another reference, the two models differ from the first step on.
+    write_base(Path("other"), seed=1)
+    loss = {"type": "kto", "beta": 0.5, "reference": "other"}
+    (one, _), (eight, _) = (
+        train(configuration(make_config, loss, trainer={"elastic_shards": shards}), 1) for shards in (1, 8)
+    )
+    assert one[0]["kl"] > 0
+    for of_step, like in zip(eight, one, strict=True):
+        assert of_step == {name: pytest.approx(x, rel=1e-3, abs=1e-4) for name, x in like.items()}
+
+
+@pytest.mark.slow
 def test_the_commands_from_pairs_to_the_export(make_config: MakeConfig, in_tmp_path: Path) -> None:
     write_base(Path("base"), seed=0)
     changes = preference_changes({"type": "dpo"}, trainer={"max_devices": 1, "checkpointer": {"keep": [{"every": 2}]}})
