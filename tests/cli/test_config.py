@@ -130,8 +130,8 @@ for arguments in sys.argv[1:]:
         print(ended.code)
 print("jax" in sys.modules)
 """
-    shipped = [path.name for path in sorted((ROOT / "configs").glob("*.yaml")) if not path.stem.startswith("ladder_")]
-    calls = [*shipped, *(f"gpt2_nano.yaml|{mistake}" for mistake in MISTAKES), "no.yaml"]
+    shipped = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if not path.stem.startswith("ladder_")]
+    calls = [*(path.name for path in shipped), *(f"gpt2_nano.yaml|{mistake}" for mistake in MISTAKES), "no.yaml"]
     done = subprocess.run(
         [sys.executable, "-c", program, *calls],
         cwd=ROOT / "configs",
@@ -141,7 +141,9 @@ print("jax" in sys.modules)
         check=True,
     )
     codes = [line for line in done.stdout.splitlines() if line.isdecimal()]
-    assert codes == ["0"] * len(shipped) + ["2"] * (len(MISTAKES) + 1)
+    # A configuration that starts from another run is refused without that run.
+    expected = ["2" if "initialize_from:" in path.read_text() else "0" for path in shipped]
+    assert codes == [*expected, *["2"] * (len(MISTAKES) + 1)]
     assert done.stdout.splitlines()[-1] == "False"
 
 
