@@ -152,12 +152,7 @@ def recomputed_flops_per_token(spec: DecoderSpec, seq_len: int, *, every_layer: 
     if every_layer:
         return in_encoder + sum(_count_block_flops(block, spec, seq_len).forward for block in spec.blocks)
     recomputed = in_encoder + sum(_recomputed_block_flops(block, spec, seq_len) for block in spec.blocks)
-    if not spec.remat_groups:
-        return recomputed
-    # Each layer of a group runs once more, to recompute the inputs of the layers.
-    periods = len(spec.blocks) // spec.period
-    grouped = periods // spec.remat_groups * spec.remat_groups * spec.period
-    return recomputed + sum(_count_block_flops(block, spec, seq_len).forward for block in spec.blocks[:grouped])
+    return recomputed + sum(_count_block_flops(block, spec, seq_len).forward for block in _grouped_blocks(spec))
 
 
 def recomputed_product_flops(spec: DecoderSpec, *, every_layer: bool = False) -> int:
@@ -167,11 +162,15 @@ def recomputed_product_flops(spec: DecoderSpec, *, every_layer: bool = False) ->
     its result is the input of the next layer, which is saved, so compilers omit the product.
     """
     blocks = sum(_recomputed_products(block, spec, every_layer=every_layer) for block in spec.blocks)
-    if every_layer or not spec.remat_groups:
-        return blocks
+    return blocks if every_layer else blocks + sum(_count_products(block, spec) for block in _grouped_blocks(spec))
+
+
+def _grouped_blocks(spec: DecoderSpec) -> tuple[BlockSpec, ...]:
+    """Returns the layers of the groups, each of which runs once more, to recompute the inputs of the layers."""
+    if not spec.remat_groups:
+        return ()
     periods = len(spec.blocks) // spec.period
-    grouped = spec.blocks[: periods // spec.remat_groups * spec.remat_groups * spec.period]
-    return blocks + sum(_count_products(block, spec) for block in grouped)
+    return spec.blocks[: periods // spec.remat_groups * spec.remat_groups * spec.period]
 
 
 def _recomputed_products(block: BlockSpec, spec: DecoderSpec, *, every_layer: bool) -> int:

@@ -102,11 +102,11 @@ def compare_steps(recorded: StepRecord, now: StepRecord) -> StepDifference | Non
     ]
     if not differing:
         return None
-    first, *others = differing
-    old, new = recorded.values.get(first), now.values.get(first)
-    if first == WEIGHTS:
+    quantity, *others = differing
+    old, new = recorded.values.get(quantity), now.values.get(quantity)
+    if quantity == WEIGHTS:
         old, new = (weights.get(parameters[0]) for weights in (recorded.weights, now.weights))
-    return StepDifference(recorded.step, first, old, new, order[: order.index(first)], others, parameters)
+    return StepDifference(recorded.step, quantity, old, new, order[: order.index(quantity)], others, parameters)
 
 
 def find_differing_parameters(recorded: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

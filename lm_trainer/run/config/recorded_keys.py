@@ -29,6 +29,8 @@ def _infer_missing_keys(recorded: Mapping[str, Any]) -> dict[str, Any]:
     return {"matrix_updates": "repeated", "gather": "auto" if recorded.get("determinism") == "fast" else "model"}
 
 
+_ONLY_LOSS = {"type": "next_token"}
+"""The loss of runs that were recorded before there was a choice."""
 _CURRENT_SPELLING = {"layerwise": "elastic"}
 """Current values of `determinism`, by former value."""
 
@@ -89,7 +91,8 @@ def without_newer_defaults(identity: Mapping[str, Any], trainer: TrainerConfig) 
             del recorded[key]
     if follows_from_batch(trainer):
         recorded["elastic_shards"] = largest_shards(trainer, MIN_MICROBATCHES)
-    return {**identity, "trainer": recorded}
+    sections = {key: value for key, value in identity.items() if (key, value) != ("loss", _ONLY_LOSS)}
+    return {**sections, "trainer": recorded}
 
 
 def replace_old_spelling(trainer: Any) -> Any:
