@@ -39,15 +39,24 @@ def _positions(family: Any) -> str:
     spec = _spec(family)
     if spec.embedding.learned_positions:
         return "learned"
-    kinds = {type(block.attention.positions).__name__.removesuffix("Spec") for block in spec.blocks}
+    kinds = {type(_positions_of(block.mixer)).__name__.removesuffix("Spec") for block in spec.blocks}
     some_absent = "NoneType" in kinds
     (kind,) = kinds - {"NoneType"}
     return {"Rope": "rotary", "Alibi": "ALiBi"}[kind] + (", not in every layer" if some_absent else "")
 
 
+def _positions_of(mixer: Any) -> Any:
+    from lm_trainer.nn.mixer_spec import LatentSpec
+
+    return mixer.rope if isinstance(mixer, LatentSpec) else mixer.positions
+
+
 def _attention(family: Any) -> str:
-    attentions = [block.attention for block in _spec(family).blocks]
+    from lm_trainer.nn.mixer_spec import LatentSpec, softmax_specs
+
+    attentions = softmax_specs(_spec(family).blocks)
     found = {
+        "latent": any(isinstance(block.mixer, LatentSpec) for block in _spec(family).blocks),
         "sliding window": any(attention.window for attention in attentions),
         "grouped heads": any(attention.kv_heads < attention.num_heads for attention in attentions),
         "query and key norm": any(attention.qk_norm for attention in attentions),
@@ -108,12 +117,13 @@ def _kernel(name: str) -> Callable[[Any], str]:
         from lm_trainer.core.errors import UserError
         from lm_trainer.nn.attention_dispatch import choose_backend
         from lm_trainer.nn.attention_kernel import AttentionMetadata
+        from lm_trainer.nn.mixer_spec import softmax_specs
 
         metadata = AttentionMetadata(KERNELS[name], jnp.bfloat16, POSITIONS, POSITIONS * (2 if name == "ring" else 1))
         try:
-            for block in _spec(family).blocks:
-                scores = dataclasses.replace(block.attention.scores, backend=name)
-                choose_backend(dataclasses.replace(block.attention, scores=scores), metadata)
+            for attention in softmax_specs(_spec(family).blocks):
+                scores = dataclasses.replace(attention.scores, backend=name)
+                choose_backend(dataclasses.replace(attention, scores=scores), metadata)
         except UserError:
             return NO
         return YES

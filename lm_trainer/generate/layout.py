@@ -69,6 +69,10 @@ class _TransposedLinear(nnx.Module):
         self.bias = linear.bias
         self.lora = nnx.data(linear.lora)
 
+    def matrix(self, dtype: DTypeLike) -> jax.Array:
+        """Same as `Linear.matrix`."""
+        return self.weight_OI[...].astype(dtype).T.reshape(*self.in_shape, *self.out_shape)
+
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         leading_shape = x.shape[: x.ndim - len(self.in_shape)]
         w_OI = self.weight_OI[...].astype(x.dtype)

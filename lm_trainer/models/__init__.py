@@ -16,6 +16,7 @@ from lm_trainer.models.glm import Glm4Config
 from lm_trainer.models.gpt2 import Gpt2Config
 from lm_trainer.models.granite import GraniteConfig
 from lm_trainer.models.llama import LlamaConfig
+from lm_trainer.models.minicpm import MiniCpm3Config
 from lm_trainer.models.mistral import MistralConfig
 from lm_trainer.models.mixtral import MixtralConfig
 from lm_trainer.models.mpt import MptConfig
@@ -51,6 +52,7 @@ AnyModel = Annotated[
     | ArceeConfig
     | SeedOssConfig
     | NanochatConfig
+    | MiniCpm3Config
     | GptNeoxConfig
     | MixtralConfig
     | Qwen3MoeConfig
@@ -79,6 +81,7 @@ __all__ = [
     "GptNeoxConfig",
     "GraniteConfig",
     "LlamaConfig",
+    "MiniCpm3Config",
     "MistralConfig",
     "MixtralConfig",
     "MptConfig",

@@ -9,11 +9,12 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from lm_trainer.nn.attention import Attention, ForwardContext
+from lm_trainer.nn.attention import ForwardContext
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.cross_attention import CrossAttention
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import dropout
+from lm_trainer.nn.mixers import build_mixer
 from lm_trainer.nn.mlp import Mlp
 from lm_trainer.nn.moe import Moe, RouterStats
 from lm_trainer.nn.norm import make_norm
@@ -21,10 +22,10 @@ from lm_trainer.nn.spec import BlockSpec, MoeSpec
 
 
 class Block(nnx.Module):
-    """Computes `x += post(f(pre(x)))` for each sublayer f in turn: attention, cross-attention if there is an encoder,
+    """Computes `x += post(f(pre(x)))` for each sublayer f in turn: the mixer, cross-attention if there is an encoder,
     and the MLP. An absent norm is the identity.
 
-    With `parallel`, the MLP reads the same input as attention; with `shared_norm`, also through the same norm.
+    With `parallel`, the MLP reads the same input as the mixer; with `shared_norm`, also through the same norm.
     """
 
     def __init__(self, spec: BlockSpec, dim: int, *, init: Initializer):
@@ -33,7 +34,8 @@ class Block(nnx.Module):
         self.parallel, self.shared_norm = spec.parallel, spec.shared_norm
         axis = {"embed": dim}
         self.attention_pre_norm = make_norm(spec.pre_norm, axis, init=init)
-        self.attention = Attention(spec.attention, dim, init=init)
+        # The name of the mixer's parameters in checkpoints, whatever the kind of mixer.
+        self.attention = build_mixer(spec.mixer, dim, init=init)
         self.attention_post_norm = make_norm(spec.post_norm, axis, init=init)
         self.mlp_pre_norm = make_norm(None if spec.shared_norm else spec.pre_norm, axis, init=init)
         mlp = spec.mlp

@@ -23,12 +23,12 @@ class KvCache(NamedTuple):
     k: jax.Array
     """[L, B, C, K, H]."""
     v: jax.Array
-    """[L, B, C, K, H]."""
+    """[L, B, C, K, H]; H may have another size."""
 
     @classmethod
-    def empty(cls, shape: tuple[int, int, int, int, int], dtype: DTypeLike) -> KvCache:
-        """Makes a cache of shape [L, B, C, K, H], filled with zeros."""
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    def empty(cls, shape: tuple[int, int, int, int, int], dtype: DTypeLike, value_size: int) -> KvCache:
+        """Makes a cache of shape [L, B, C, K, H], filled with zeros; `value_size` is the H of values."""
+        return cls(jnp.zeros(shape, dtype), jnp.zeros((*shape[:-1], value_size), dtype))
 
     @property
     def capacity(self) -> int:
@@ -66,11 +66,11 @@ class SplitKvCache(NamedTuple):
     """Keys and values of each layer, [B, K, C, H]."""
 
     @classmethod
-    def empty(cls, shape: tuple[int, int, int, int, int], dtype: DTypeLike) -> SplitKvCache:
-        """Makes a cache from the shape [L, B, C, K, H], filled with zeros."""
+    def empty(cls, shape: tuple[int, int, int, int, int], dtype: DTypeLike, value_size: int) -> SplitKvCache:
+        """Makes a cache from the shape [L, B, C, K, H], filled with zeros; `value_size` is the H of values."""
         count, rows, capacity, heads, size = shape
-        zeros = lambda: jnp.zeros((rows, heads, capacity, size), dtype)  # noqa: E731
-        return cls(tuple((zeros(), zeros()) for _ in range(count)))
+        zeros = lambda size: jnp.zeros((rows, heads, capacity, size), dtype)  # noqa: E731
+        return cls(tuple((zeros(size), zeros(value_size)) for _ in range(count)))
 
     @property
     def capacity(self) -> int:

@@ -19,6 +19,7 @@ from lm_trainer.nn.attention_dispatch import uses_ring
 from lm_trainer.nn.cache import KvCache, SplitKvCache
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import dropout
+from lm_trainer.nn.mixer_spec import cache_sizes
 from lm_trainer.nn.moe import RouterStats
 from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.pipeline import run_stages
@@ -89,7 +90,7 @@ class Decoder(nnx.Module):
         head = {"vocab": spec.vocab_size, "embed": spec.hidden_dim}
         self.head = None if spec.head.tied else init.normal(head)
         self.head_matmul: HeadMatmulFn = _head_matmul
-        self.new_cache: Callable[[tuple[int, int, int, int, int], DTypeLike], Any] = KvCache.empty
+        self.new_cache: Callable[[tuple[int, int, int, int, int], DTypeLike, int], Any] = KvCache.empty
 
     def set_head_matmul(self, matmul: HeadMatmulFn) -> None:
         """Makes the head compute its product with `matmul`."""
@@ -205,10 +206,9 @@ class Decoder(nnx.Module):
 
     def init_cache(self, batch_size: int, capacity: int, *, dtype: DTypeLike = jnp.float32) -> KvCache:
         """Makes an empty cache for `batch_size` rows of `capacity` positions; `decode` computes in its dtype."""
-        attention = self.spec.blocks[0].attention
         # One array for all layers: they agree in the number and size of heads, even if other settings differ.
-        shape = (len(self.spec.blocks), batch_size, capacity, attention.kv_heads, attention.head_dim)
-        return self.new_cache(shape, dtype)
+        ((heads, key_size, value_size),) = {cache_sizes(block.mixer) for block in self.spec.blocks}
+        return self.new_cache((len(self.spec.blocks), batch_size, capacity, heads, key_size), dtype, value_size)
 
     def decode(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KvCache) -> tuple[jax.Array, KvCache]:
         """Continues from a cache. Returns the logits, float32 [B, T, V], which equal the logits of a full forward pass,

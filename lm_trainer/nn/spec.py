@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from lm_trainer.nn.mixer_spec import Mixer
 
 Activation = Literal["gelu", "gelu_new", "relu", "silu", "quick_gelu", "tanh", "relu2"]
 """`gelu` is the exact form, `gelu_new` its tanh approximation, `quick_gelu` its sigmoid approximation; `relu2` is the
@@ -172,11 +175,18 @@ class AttentionSpec:
     window: int | None = None
     """Number of positions visible to a query, including its own; None: its own and all earlier positions."""
     scores: ScoreSpec = ScoreSpec()
+    value_dim: int | None = None
+    """Size of value vectors; None: head_dim."""
 
     @property
     def kv_heads(self) -> int:
         """`num_kv_heads` with its default resolved."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def value_size(self) -> int:
+        """`value_dim` with its default resolved."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 @dataclass(frozen=True)
@@ -226,9 +236,10 @@ class MoeSpec:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One layer: `x += post(f(pre(x)))`, where f is first attention and then the MLP."""
+    """One layer: `x += post(f(pre(x)))`, where f is first the mixer and then the MLP."""
 
-    attention: AttentionSpec
+    mixer: Mixer
+    """The sublayer that combines positions, for example attention."""
     mlp: MlpSpec | MoeSpec
     pre_norm: NormSpec | None = None
     post_norm: NormSpec | None = None
@@ -237,12 +248,18 @@ class BlockSpec:
     residual_scale: float | None = None
     """Factor of the result of each f, before it is added to the residual stream."""
     parallel: bool = False
-    """Attention and the MLP read the same x."""
+    """The mixer and the MLP read the same x."""
     shared_norm: bool = False
-    """Attention and the MLP also read the same pre(x), so there is one norm instead of two. Only with `parallel`."""
+    """The mixer and the MLP also read the same pre(x), so there is one norm instead of two. Only with `parallel`."""
     cross: AttentionSpec | None = None
-    """Cross-attention to the output of an encoder: a third f, between attention and the MLP, with the same norms and
+    """Cross-attention to the output of an encoder: a third f, between the mixer and the MLP, with the same norms and
     dropout. It has no mask."""
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The mixer of a layer whose mixer is known to be attention."""
+        assert isinstance(self.mixer, AttentionSpec)
+        return self.mixer
 
     @property
     def has_experts(self) -> bool:

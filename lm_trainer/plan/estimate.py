@@ -11,6 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.nn.mixer_spec import softmax_specs
 from lm_trainer.nn.ring_layout import RingLayout
 from lm_trainer.nn.spec import MoeSpec
 from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
@@ -180,7 +181,7 @@ def estimate_temporary(
             f"the memory of a {model.type} model is not estimated, because of its encoder: `lmt plan` without a search "
             f"compiles its step and says what that needs"
         )
-    attention, mlp = spec.blocks[0].attention, spec.blocks[0].mlp
+    (attention, *_), mlp = softmax_specs(spec.blocks), spec.blocks[0].mlp
     total_tokens = tokens
     # These axes divide rows or positions, whereas tensor parallelism divides heads and the width of the MLP.
     tokens //= math.prod(axes.get(axis, 1) for axis in MODEL_PARALLEL_AXES)

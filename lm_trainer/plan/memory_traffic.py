@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lm_trainer.nn.spec import BlockSpec, MoeSpec, RopeSpec
+from lm_trainer.nn.mixer_spec import LatentSpec, softmax_specs
+from lm_trainer.nn.spec import AttentionSpec, BlockSpec, MoeSpec, RopeSpec
 from lm_trainer.plan.gpu_target import compute_capability
 from lm_trainer.plan.layout_work import LayoutWork
 from lm_trainer.profile.devices import device_platform
@@ -69,7 +70,7 @@ def _pipeline_params(work: LayoutWork) -> float:
 
 
 def _score_bytes(work: LayoutWork, kind: str) -> float:
-    heads = sum(block.attention.num_heads for block in work.spec.blocks) / work.tensor
+    heads = sum(spec.num_heads for spec in softmax_specs(work.spec.blocks)) / work.tensor
     pairs = work.tokens * work.seq_len * heads
     if work.backend == "cudnn":
         return _WORKSPACE_BYTES * pairs if work.trainer.bitwise and compute_capability(kind) == _HOPPER else 0.0
@@ -99,10 +100,13 @@ def _backward_values(block: BlockSpec, work: LayoutWork) -> float:
 
 def _rotary_values(block: BlockSpec, work: LayoutWork) -> float:
     """Queries and keys, read and written."""
-    attention = block.attention
-    if not isinstance(attention.positions, RopeSpec):
-        return 0.0
-    return 2 * (attention.num_heads + attention.kv_heads) * attention.head_dim / work.tensor
+    match block.mixer:
+        case AttentionSpec(positions=RopeSpec()) as spec:
+            return 2 * (spec.num_heads + spec.kv_heads) * spec.head_dim / work.tensor
+        case LatentSpec() as spec:
+            # Queries and keys of all heads are joined of two parts.
+            return 2 * 2 * spec.num_heads * spec.head_dim / work.tensor
+    return 0.0
 
 
 def _activation_values(block: BlockSpec, work: LayoutWork, *, of_gradient: bool) -> float:

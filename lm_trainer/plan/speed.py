@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from lm_trainer.nn.mixer_spec import softmax_specs
 from lm_trainer.nn.spec import AttentionSpec
 from lm_trainer.plan.communication import Communication, communication
 from lm_trainer.plan.layout_work import LayoutWork
@@ -86,9 +87,9 @@ def _product_seconds(work: LayoutWork, machine: Machine) -> tuple[float, float]:
 def _attention_seconds(work: LayoutWork, machine: Machine) -> tuple[float, float]:
     """Returns the time of the attention of one microbatch: forward and backward, and the repeated forward pass."""
     total, repeated = 0.0, 0.0
-    for spec, layers in Counter(block.attention for block in work.spec.blocks).items():
-        width = layers * spec.num_heads * spec.head_dim / work.tensor
-        forward = work.tokens * 4 * work.seq_len * width * _computed_share(spec, work, machine)
+    for spec, layers in Counter(softmax_specs(work.spec.blocks)).items():
+        width = layers * spec.num_heads * (spec.head_dim + spec.value_size) / work.tensor
+        forward = work.tokens * 2 * work.seq_len * width * _computed_share(spec, work, machine)
         if work.has_kernel:
             first = forward / machine.attention_rate(spec.head_dim, backward=False)
             second = _BACKWARD_PRODUCTS * forward / machine.attention_rate(spec.head_dim, backward=True)

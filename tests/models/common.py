@@ -27,6 +27,7 @@ from lm_trainer.models import (
     GptNeoxConfig,
     GraniteConfig,
     LlamaConfig,
+    MiniCpm3Config,
     MistralConfig,
     MixtralConfig,
     MptConfig,
@@ -60,6 +61,14 @@ SMALL: dict[str, Any] = {
     "scan_layers": False,
 }
 ROTARY = {**SMALL, "intermediate_dim": 48, "num_kv_heads": 2}
+
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 10,
+    "q_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 
 TINY: dict[str, AnyModel] = {
     "gpt2": Gpt2Config(
@@ -103,6 +112,12 @@ TINY: dict[str, AnyModel] = {
     "arcee": ArceeConfig(**ROTARY),
     "seed_oss": SeedOssConfig(**ROTARY, head_dim=12),
     "nanochat": NanochatConfig(**ROTARY, final_logit_softcapping=2.0),
+    "minicpm3": MiniCpm3Config(
+        **{name: value for name, value in ROTARY.items() if name != "num_kv_heads"},
+        **LATENT,
+        mscale_all_dim=0.5,
+        rope=YarnRope(factor=4.0),
+    ),
     "apertus": ApertusConfig(**ROTARY, rope=Llama3Rope(original_max_position_embeddings=8)),
 }
 

@@ -45,7 +45,7 @@ OTHER: dict[str, Any] = {
     "use_flash_attention": True,
     "flash_attention_block_size": 8,
     "scan_layers": True,
-    "rope": {"type": "default", "theta": 77.0},
+    "rope": {"type": "yarn", "theta": 77.0, "factor": 8.0},
     "partial_rotary_factor": 0.75,
     "rotary_pct": 0.5,
     "sliding_window": 7,

@@ -34,6 +34,8 @@ SHARED: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+WITHOUT_KV_HEADS = {key: value for key, value in SHARED.items() if key != "num_key_value_heads"}
+LATENT = {"kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -156,9 +158,18 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
         [{"rope_parameters": PLAIN}, {"hidden_act": "relu"}, {"rms_norm_eps": 0.1}, {"tie_word_embeddings": True},
          {"head_dim": 12}],
     ),
+    "minicpm3": (
+        "MiniCPM3",
+        {**SHARED, "num_key_value_heads": 4, **LATENT},
+        [{"q_lora_rank": None}, {"v_head_dim": 12}, {"kv_lora_rank": 6}, {"qk_nope_head_dim": 4},
+         {"qk_rope_head_dim": 6}, {"attention_bias": True}, {"scale_emb": 3.0}, {"scale_depth": 1.0},
+         {"dim_model_base": 16}, {"tie_word_embeddings": False}, {"rope_parameters": YARN},
+         {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}},
+         {"rope_parameters": {**YARN, "mscale_all_dim": 2.0}}, *SCALARS],
+    ),
     "gpt_neox": (
         "GPTNeoX",
-        {key: value for key, value in SHARED.items() if key != "num_key_value_heads"},
+        WITHOUT_KV_HEADS,
         [{"use_parallel_residual": False}, {"layer_norm_eps": 0.1}, {"hidden_act": "relu"}, {"attention_bias": False},
          {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}}],
     ),
@@ -328,6 +339,9 @@ def test_a_tied_head_may_be_repeated_but_not_differ(make_hf_model):
         ("arcee", {"mlp_bias": True}, "mlp_bias=True is not supported, only False"),
         ("seed_oss", {"mlp_bias": True}, "mlp_bias=True is not supported, only False"),
         ("nanochat", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
+        ("minicpm3", {"mlp_bias": True}, "mlp_bias=True is not supported, only False"),
+        ("minicpm3", {"num_key_value_heads": 2}, "num_key_value_heads is not supported where it differs"),
+        ("minicpm3", {"qk_rope_head_dim": 5}, "qk_rope_head_dim: Input should be a multiple of 2"),
         ("apertus", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
     ],
 )

@@ -67,6 +67,8 @@ OLD_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("starcoder2", {"norm_epsilon": GONE, "hidden_act": GONE, "use_bias": GONE, "sliding_window": GONE}),
     ("glm4", {"rope_parameters": GONE, "rope_theta": 500.0, "rms_norm_eps": GONE, "attention_bias": GONE}),
     ("apertus", {"rope_parameters": GONE, "rope_theta": 500.0}),
+    ("minicpm3", {"scale_depth": None, "dim_model_base": None, "rms_norm_eps": GONE, "rope_parameters": GONE}),
+    ("minicpm3", {"scale_depth": GONE, "dim_model_base": GONE, "scale_emb": GONE, "v_head_dim": GONE}),
     ("nanochat", {"rope_parameters": GONE, "final_logit_softcapping": GONE, "hidden_act": GONE, "rms_norm_eps": GONE}),
     ("nanochat", {"final_logit_softcapping": None}),
     ("apertus", {"rope_parameters": GONE, "rope_scaling": OLD_LLAMA3, "rope_theta": 500.0, "hidden_act": GONE}),
@@ -129,6 +131,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
                 "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
                                  "original_max_position_embeddings": 32, "rope_type": "llama3", "type": "llama3"},
                 "tie_word_embeddings": False, "pad_token_id": 3},
+    "MiniCPM3": {"model_type": "minicpm3", "attention_bias": False, "attention_dropout": 0.0, "dim_model_base": 16,
+                 "kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 6,
+                 "rms_norm_eps": 1e-5, "scale_depth": 1.4, "scale_emb": 12, "num_key_value_heads": 4,
+                 "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.0, 9],
+                                  "original_max_position_embeddings": 64}},
 }  # fmt: skip
 """The fields of published config.json files as transformers 4 wrote them, with the sizes of a tiny model."""
 
