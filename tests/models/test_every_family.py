@@ -17,8 +17,9 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.tree import named_leaves
 from lm_trainer.models import MODEL_CONFIGS, AnyModel, WhisperConfig
 from lm_trainer.nn.decoder import Decoder, Embedding
+from lm_trainer.nn.expert_spec import MoeSpec
 from lm_trainer.nn.loss import token_loss
-from lm_trainer.nn.spec import DecoderSpec, MoeSpec
+from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from tests.compiling import quick_jit
 from tests.models.common import SEQ, TINY, VOCAB, WITHOUT_OWN_PARTS, change, graphdef, params, parts, positions, tokens
