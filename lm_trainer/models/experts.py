@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from lm_trainer.models.hf_table import HfTensor
 from lm_trainer.models.rotary import BLOCK, RotaryConfig
-from lm_trainer.nn.spec import MoeSpec
+from lm_trainer.nn.expert_spec import MoeSpec, RouterSpec
 
 
 class ExpertsConfig(RotaryConfig):
@@ -37,9 +37,7 @@ class ExpertsConfig(RotaryConfig):
             num_experts=self.n_routed_experts,
             top_k=self.num_experts_per_tok,
             activation=self.activation_function,
-            renormalize=renormalize,
-            balance_coef=self.lbl_coef,
-            z_coef=self.rzl_coef,
+            router=RouterSpec(renormalize=renormalize, balance_coef=self.lbl_coef, z_coef=self.rzl_coef),
         )
 
 

@@ -20,11 +20,11 @@ from lm_trainer.nn.cache import KvCache, SplitKvCache
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import dropout
 from lm_trainer.nn.mixer_spec import cache_sizes
-from lm_trainer.nn.moe import RouterStats
 from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.pipeline import run_stages
 from lm_trainer.nn.read import read
 from lm_trainer.nn.ring_layout import from_zigzag, to_zigzag
+from lm_trainer.nn.router import RouterStats
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.nn.stack import build_blocks, run_blocks
 from lm_trainer.parallel.collectives import axis_size
@@ -207,7 +207,9 @@ class Decoder(nnx.Module):
     def init_cache(self, batch_size: int, capacity: int, *, dtype: DTypeLike = jnp.float32) -> KvCache:
         """Makes an empty cache for `batch_size` rows of `capacity` positions; `decode` computes in its dtype."""
         # One array for all layers: they agree in the number and size of heads, even if other settings differ.
-        ((heads, key_size, value_size),) = {cache_sizes(block.mixer) for block in self.spec.blocks}
+        (sizes,) = {cache_sizes(block.mixer) for block in self.spec.blocks}
+        assert sizes is not None
+        heads, key_size, value_size = sizes
         return self.new_cache((len(self.spec.blocks), batch_size, capacity, heads, key_size), dtype, value_size)
 
     def decode(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KvCache) -> tuple[jax.Array, KvCache]:

@@ -75,9 +75,8 @@ def _tensor_parallel_seconds(work: LayoutWork, machine: Machine) -> float:
 def _context_parallel_seconds(work: LayoutWork, machine: Machine) -> float:
     """Returns the time of sending keys and values, and their gradients in float32."""
     size = work.sizes["context"]
-    width = (
-        sum(spec.kv_heads * (spec.head_dim + spec.value_size) for spec in softmax_specs(work.spec.blocks)) / work.tensor
-    )
+    attentions = softmax_specs(work.spec.blocks)
+    width = sum(spec.kv_heads * (spec.head_dim + spec.value_size) for spec in attentions) / work.tensor
     passes = (2 if work.recomputes else 1) * work.itemsize + _FLOAT32
     sent = (size - 1) * work.tokens * width * passes
     return sent / machine.link_bandwidth(size, work.sizes["expert"] * work.tensor)

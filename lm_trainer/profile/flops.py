@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from lm_trainer.nn.expert_spec import MoeSpec, SharedExpertSpec
 from lm_trainer.nn.mixer_spec import softmax_specs
 from lm_trainer.nn.spec import (
     BlockSpec,
     DecoderSpec,
     MlpSpec,
-    MoeSpec,
     OffloadPolicy,
     SenseSpec,
     XieluSpec,
@@ -227,11 +227,15 @@ def _count_block_flops(block: BlockSpec, spec: DecoderSpec, seq_len: int) -> Flo
 
 def _grouped_product_flops(mlp: MlpSpec | MoeSpec, hidden: int) -> int:
     """FLOPs of experts in grouped products, whose results JAX's remat policies for products do not store."""
-    return 2 * mlp.top_k * 3 * hidden * mlp.hidden_dim if isinstance(mlp, MoeSpec) and not mlp.dense else 0
+    if not isinstance(mlp, MoeSpec) or mlp.kernel == "dense":
+        return 0
+    return 2 * mlp.top_k * 3 * hidden * mlp.hidden_dim
 
 
 def _num_last_weights(mlp: MlpSpec | MoeSpec, hidden: int) -> int:
-    return hidden * mlp.hidden_dim * (mlp.top_k if isinstance(mlp, MoeSpec) else 1)
+    if isinstance(mlp, MoeSpec):
+        return hidden * (mlp.hidden_dim * mlp.top_k + (0 if mlp.shared is None else mlp.shared.hidden_dim))
+    return hidden * mlp.hidden_dim
 
 
 def _sense_flops(spec: SenseSpec, hidden: int, seq_len: int) -> int:
@@ -281,7 +285,10 @@ def _block_parameters(block: BlockSpec, hidden: int) -> int:
 def _mlp_parameters(spec: MlpSpec | MoeSpec, hidden: int) -> int:
     if isinstance(spec, MoeSpec):
         # A row of the router and the three matrices of each expert.
-        return spec.num_experts * (hidden + 3 * hidden * spec.hidden_dim)
+        experts = spec.num_experts * (hidden + 3 * hidden * spec.hidden_dim)
+        router = spec.router
+        per_expert = router.logit_bias + (router.selection_bias is not None) + (router.balance_over == "batch")
+        return experts + spec.num_experts * per_expert + _num_shared_weights(spec.shared, hidden)
     # Up, down, and the optional gate.
     weights = (2 + spec.gated) * hidden * spec.hidden_dim
     biases = (1 + spec.gated) * spec.hidden_dim + hidden if spec.bias else 0
@@ -293,7 +300,14 @@ def _activation_parameters(spec: MlpSpec) -> int:
 
 
 def _num_active_weights(spec: MlpSpec | MoeSpec, hidden: int) -> int:
-    """Returns the number of weights used per token; with experts, counts the router and the selected experts."""
+    """Returns the number of weights used per token; with experts, counts the router, the selected experts and the
+    shared expert.
+    """
     if isinstance(spec, MoeSpec):
-        return spec.num_experts * hidden + spec.top_k * 3 * hidden * spec.hidden_dim
+        routed = spec.num_experts * hidden + spec.top_k * 3 * hidden * spec.hidden_dim
+        return routed + _num_shared_weights(spec.shared, hidden)
     return (2 + spec.gated) * hidden * spec.hidden_dim
+
+
+def _num_shared_weights(spec: SharedExpertSpec | None, hidden: int) -> int:
+    return 0 if spec is None else 3 * hidden * spec.hidden_dim + hidden * spec.gated

@@ -17,9 +17,10 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.tree import named_leaves
 from lm_trainer.models import MODEL_CONFIGS, AnyModel, WhisperConfig
 from lm_trainer.nn.decoder import Decoder, Embedding
+from lm_trainer.nn.expert_spec import MoeSpec
 from lm_trainer.nn.loss import token_loss
 from lm_trainer.nn.mixer_spec import softmax_spec
-from lm_trainer.nn.spec import DecoderSpec, MoeSpec
+from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from tests.compiling import quick_jit
 from tests.models.common import SEQ, TINY, VOCAB, WITHOUT_OWN_PARTS, change, graphdef, params, parts, positions, tokens
@@ -121,9 +122,8 @@ def test_causal_and_inside_segments(config):
 
 def assert_seen(config: AnyModel, influence: np.ndarray, segments: np.ndarray) -> None:
     """`influence[i, j]`: of position j on the logits at i."""
-    reach = sum(
-        (((spec := softmax_spec(block.mixer)) and spec.window) or SEQ) - 1 for block in config.spec(VOCAB).blocks
-    )
+    attentions = [softmax_spec(block.mixer) for block in config.spec(VOCAB).blocks]
+    reach = sum((SEQ if spec is None or spec.window is None else spec.window) - 1 for spec in attentions)
     distances = np.arange(SEQ)[:, None] - np.arange(SEQ)
     allowed = (distances >= 0) & (distances <= reach) & (segments == segments.T)
     assert (influence[~allowed] == 0).all()
