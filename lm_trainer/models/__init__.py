@@ -16,6 +16,7 @@ from lm_trainer.models.glm import Glm4Config
 from lm_trainer.models.gpt2 import Gpt2Config
 from lm_trainer.models.granite import GraniteConfig
 from lm_trainer.models.llama import LlamaConfig
+from lm_trainer.models.mamba import Mamba2Config
 from lm_trainer.models.minicpm import MiniCpm3Config
 from lm_trainer.models.mistral import MistralConfig
 from lm_trainer.models.mixtral import MixtralConfig
@@ -53,6 +54,7 @@ AnyModel = Annotated[
     | SeedOssConfig
     | NanochatConfig
     | MiniCpm3Config
+    | Mamba2Config
     | GptNeoxConfig
     | MixtralConfig
     | Qwen3MoeConfig
@@ -81,6 +83,7 @@ __all__ = [
     "GptNeoxConfig",
     "GraniteConfig",
     "LlamaConfig",
+    "Mamba2Config",
     "MiniCpm3Config",
     "MistralConfig",
     "MixtralConfig",

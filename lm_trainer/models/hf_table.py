@@ -46,7 +46,7 @@ class HfTensor:
     hf: str
     params: tuple[str, ...]
     transposed: bool = False
-    """The file has outputs before inputs."""
+    """The file has outputs before inputs, and the weights of a convolution in the opposite order of dimensions."""
     interleaved: bool = False
     """The parts alternate head by head instead of being concatenated."""
 

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from lm_trainer.nn.attention_dispatch import dispatch_attention
 from lm_trainer.nn.attention_kernel import MASK_VALUE
-from lm_trainer.nn.cache import KvCache
+from lm_trainer.nn.cache import KvCache, LayerCache
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import Linear
 from lm_trainer.nn.mixer_spec import softmax_specs
@@ -68,11 +68,19 @@ def make_context(
     return ForwardContext(positions_BS, key_positions_BT, biases, segments_BS >= 0, segments_BS)
 
 
-def make_cache_context(blocks: tuple[BlockSpec, ...], positions_BT: jax.Array, capacity: int) -> ForwardContext:
-    """Builds the context for new positions that attend to a cache, which already includes them."""
+def make_cache_context(
+    blocks: tuple[BlockSpec, ...], positions_BT: jax.Array, capacity: int, counts_B: jax.Array | None = None
+) -> ForwardContext:
+    """Builds the context for new positions that attend to a cache, which already includes them.
+
+    `counts_B` is the number of new positions of each row that count; None: all.
+    """
     slots_1C = jnp.arange(capacity, dtype=jnp.int32)[None]
     biases = {window: cache_bias(positions_BT, capacity, window) for window in unique_windows(blocks)}
-    return ForwardContext(positions_BT, slots_1C, biases, jnp.ones(positions_BT.shape, bool))
+    valid_BT = jnp.ones(positions_BT.shape, bool)
+    if counts_B is not None:
+        valid_BT = jnp.arange(positions_BT.shape[1])[None] < counts_B[:, None]
+    return ForwardContext(positions_BT, slots_1C, biases, valid_BT)
 
 
 def causal_bias(segments_BS: jax.Array, window: Window = 0) -> jax.Array:
@@ -194,8 +202,8 @@ class Attention(nnx.Module):
         *,
         key: jax.Array | None = None,
         adapter_key: jax.Array | None = None,
-        cache: KvCache | None = None,
-    ) -> tuple[jax.Array, KvCache | None]:
+        cache: LayerCache | None = None,
+    ) -> tuple[jax.Array, LayerCache | None]:
         """Attends within `x_BSD` or, with a cache, to all positions in the cache, which include `x_BSD`.
 
         `key` is for dropout of the probabilities, `adapter_key` for dropout in adapters.

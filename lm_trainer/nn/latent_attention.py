@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lm_trainer.nn.attention import ForwardContext, attend
-from lm_trainer.nn.cache import KvCache
+from lm_trainer.nn.cache import LayerCache
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import Linear
 from lm_trainer.nn.mixer_spec import LatentSpec
@@ -48,8 +48,8 @@ class LatentAttention(nnx.Module):
         *,
         key: jax.Array | None = None,
         adapter_key: jax.Array | None = None,
-        cache: KvCache | None = None,
-    ) -> tuple[jax.Array, KvCache | None]:
+        cache: LayerCache | None = None,
+    ) -> tuple[jax.Array, LayerCache | None]:
         """Attends within `x_BSD` or, with a cache, to all positions in the cache, which include `x_BSD`.
 
         `key` is for dropout of the probabilities, `adapter_key` for dropout in adapters. The cache holds latents as its

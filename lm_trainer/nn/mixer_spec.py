@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from lm_trainer.nn.spec import AttentionSpec, BlockSpec, NormSpec, RopeSpec, ScoreSpec
 
@@ -56,7 +58,60 @@ class LatentSpec:
         return AttentionSpec(self.num_heads, size, 1, bias=False, scores=scores, value_dim=self.latent_dim)
 
 
-Mixer = AttentionSpec | LatentSpec
+@dataclass(frozen=True)
+class StateSpaceSpec:
+    """Selective state-space model with a scalar decay per head (Dao and Gu 2024, arXiv 2405.21060, section 7).
+
+    Its state in a cache does not grow with the number of positions.
+    """
+
+    num_heads: int
+    head_dim: int
+    state_dim: int
+    """Size of the state of each dimension of a head."""
+    norm: NormSpec
+    """Norm of the result after its product with the gate."""
+    num_groups: int = 1
+    """Number of groups of heads. The heads of a group share the vectors that write to the state and read from it."""
+    norm_groups: int = 1
+    """Number of groups of dimensions that the norm normalizes separately."""
+    conv_width: int = 4
+    """Number of positions that the convolutions read."""
+    conv_bias: bool = True
+    bias: bool = False
+    """Add biases to the linear maps of input and result."""
+    time_step_limit: tuple[float, float] = (0.0, math.inf)
+    """Bounds of the time step."""
+    time_step_range: tuple[float, float, float] = (0.001, 0.1, 1e-4)
+    """Lowest and highest initial time step, and a lower bound of it."""
+    chunk_size: int = 256
+    """Number of positions that are computed at once."""
+
+
+@dataclass(frozen=True)
+class DeltaSpec:
+    """Gated DeltaNet (Yang et al. 2025, arXiv 2412.06464): linear attention with a decay and the delta rule.
+
+    Its state in a cache does not grow with the number of positions.
+    """
+
+    num_heads: int
+    """Number of heads of values."""
+    num_key_heads: int
+    """Number of heads of queries and keys; each serves num_heads / num_key_heads heads of values."""
+    key_dim: int
+    """Size of a query and of a key."""
+    value_dim: int
+    """Size of a value."""
+    norm: NormSpec
+    """Norm of the result of each head, before its product with the gate."""
+    conv_width: int = 4
+    """Number of positions that the convolutions of queries, keys and values read."""
+    chunk_size: int = 64
+    """Number of positions that are computed at once."""
+
+
+Mixer = AttentionSpec | LatentSpec | StateSpaceSpec | DeltaSpec
 """A sequence mixer."""
 
 
@@ -87,3 +142,29 @@ def cache_sizes(mixer: Mixer) -> tuple[int, int, int] | None:
             # The rotated part of the key takes the place of keys, and the latent the place of values.
             return 1, mixer.rotary_dim, mixer.latent_dim
     return None
+
+
+class ArraySpec(NamedTuple):
+    """One array of the state of a row."""
+
+    shape: tuple[int, ...]
+    float32: bool = False
+    """Float32 for any compute dtype."""
+
+
+def state_arrays(mixer: Mixer) -> tuple[ArraySpec, ...]:
+    """Returns the arrays that a mixer keeps of all earlier positions of a row; none if it keeps keys and values."""
+    match mixer:
+        case StateSpaceSpec():
+            before, groups = mixer.conv_width - 1, mixer.num_groups
+            heads = mixer.num_heads // groups
+            of_group = ArraySpec((before, groups, mixer.state_dim))
+            state = ArraySpec((groups, heads, mixer.state_dim, mixer.head_dim), float32=True)
+            return ArraySpec((before, mixer.num_heads, mixer.head_dim)), of_group, of_group, state
+        case DeltaSpec():
+            before, groups = mixer.conv_width - 1, mixer.num_key_heads
+            of_key = ArraySpec((before, groups, mixer.key_dim))
+            of_value = ArraySpec((before, mixer.num_heads, mixer.value_dim))
+            state = ArraySpec((groups, mixer.num_heads // groups, mixer.key_dim, mixer.value_dim), float32=True)
+            return of_key, of_key, of_value, state
+    return ()

@@ -8,11 +8,13 @@ from typing import Any, Protocol
 import jax
 
 from lm_trainer.nn.attention import Attention, ForwardContext
-from lm_trainer.nn.cache import KvCache
+from lm_trainer.nn.cache import LayerCache
+from lm_trainer.nn.delta_net import DeltaNet
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.latent_attention import LatentAttention
-from lm_trainer.nn.mixer_spec import LatentSpec, Mixer
+from lm_trainer.nn.mixer_spec import DeltaSpec, LatentSpec, Mixer, StateSpaceSpec
 from lm_trainer.nn.spec import AttentionSpec
+from lm_trainer.nn.state_space import StateSpace
 
 
 class MixerModule(Protocol):
@@ -26,8 +28,8 @@ class MixerModule(Protocol):
         *,
         key: jax.Array | None = None,
         adapter_key: jax.Array | None = None,
-        cache: KvCache | None = None,
-    ) -> tuple[jax.Array, KvCache | None]:
+        cache: LayerCache | None = None,
+    ) -> tuple[jax.Array, LayerCache | None]:
         """Returns [B, S, D] in the dtype of `x_BSD`, and the cache with the new positions.
 
         A result depends on its own position and earlier ones of the same segment, including positions in the cache.
@@ -36,7 +38,12 @@ class MixerModule(Protocol):
         ...
 
 
-_MODULES: Mapping[type, Any] = {AttentionSpec: Attention, LatentSpec: LatentAttention}
+_MODULES: Mapping[type, Any] = {
+    AttentionSpec: Attention,
+    LatentSpec: LatentAttention,
+    StateSpaceSpec: StateSpace,
+    DeltaSpec: DeltaNet,
+}
 
 
 def build_mixer(spec: Mixer, dim: int, *, init: Initializer) -> MixerModule:

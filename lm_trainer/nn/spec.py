@@ -220,7 +220,8 @@ class BlockSpec:
 
     mixer: Mixer
     """The sublayer that combines positions, for example attention."""
-    mlp: MlpSpec | MoeSpec
+    mlp: MlpSpec | MoeSpec | None
+    """None: the mixer is the only sublayer."""
     pre_norm: NormSpec | None = None
     post_norm: NormSpec | None = None
     dropout: float = 0.0
@@ -349,10 +350,10 @@ class DecoderSpec:
     def residual_std(self) -> float:
         """Standard deviation of initial weights that write to the residual stream.
 
-        Every layer adds to the stream twice. The sum of 2L terms, each divided by sqrt(2L), has the variance of a
-        single term (Radford et al. 2019, section 2.3).
+        Every layer with an MLP adds to the stream twice. The sum of 2L terms, each divided by sqrt(2L), has the
+        variance of a single term (Radford et al. 2019, section 2.3).
         """
-        return self.init_std / math.sqrt(2 * len(self.blocks))
+        return self.init_std / math.sqrt(sum(1 + (block.mlp is not None) for block in self.blocks))
 
     @property
     def num_routers(self) -> int:

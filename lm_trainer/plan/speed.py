@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from lm_trainer.nn.mixer_spec import softmax_specs
+from lm_trainer.nn.mixer_spec import softmax_spec, softmax_specs
 from lm_trainer.nn.spec import AttentionSpec
 from lm_trainer.plan.communication import Communication, communication
 from lm_trainer.plan.layout_work import LayoutWork
@@ -19,6 +19,7 @@ from lm_trainer.profile.attention_kernels import computed_share, kernel_block, v
 from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.expert_kernels import unneeded_expert_flops
 from lm_trainer.profile.flops import flops_per_token, ring_score_fraction
+from lm_trainer.profile.mixer_flops import count_mixer
 
 _BACKWARD_PRODUCTS = 5 / 2
 """Products of queries and keys in the backward pass of an attention kernel, relative to its forward pass."""
@@ -99,7 +100,14 @@ def _attention_seconds(work: LayoutWork, machine: Machine) -> tuple[float, float
             first, second = forward / machine.product_rate, 2 * forward / machine.product_rate
         total += first + second
         repeated += first * work.recomputation.attention
-    return total, repeated
+    # Mixers without a softmax have no kernel: their products are products of matrices.
+    products = sum(
+        count_mixer(block.mixer, work.spec.hidden_dim, work.seq_len).product
+        for block in work.spec.blocks
+        if softmax_spec(block.mixer) is None
+    )
+    forward = work.tokens * products / work.tensor / machine.product_rate
+    return total + 3 * forward, repeated + forward * work.recomputation.attention
 
 
 def _computed_share(spec: AttentionSpec, work: LayoutWork, machine: Machine) -> float:

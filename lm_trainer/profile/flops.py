@@ -225,14 +225,16 @@ def _count_block_flops(block: BlockSpec, spec: DecoderSpec, seq_len: int) -> Flo
     return flops_per_token(replace(spec, blocks=(block,), senses=None), seq_len)._replace(head=0, encoder=0)
 
 
-def _grouped_product_flops(mlp: MlpSpec | MoeSpec, hidden: int) -> int:
+def _grouped_product_flops(mlp: MlpSpec | MoeSpec | None, hidden: int) -> int:
     """FLOPs of experts in grouped products, whose results JAX's remat policies for products do not store."""
     if not isinstance(mlp, MoeSpec) or mlp.kernel == "dense":
         return 0
     return 2 * mlp.top_k * 3 * hidden * mlp.hidden_dim
 
 
-def _num_last_weights(mlp: MlpSpec | MoeSpec, hidden: int) -> int:
+def _num_last_weights(mlp: MlpSpec | MoeSpec | None, hidden: int) -> int:
+    if mlp is None:
+        return 0
     if isinstance(mlp, MoeSpec):
         return hidden * (mlp.hidden_dim * mlp.top_k + (0 if mlp.shared is None else mlp.shared.hidden_dim))
     return hidden * mlp.hidden_dim
@@ -277,12 +279,15 @@ def _sense_parameters(spec: SenseSpec, hidden: int) -> int:
 def _block_parameters(block: BlockSpec, hidden: int) -> int:
     mixers = [block.mixer] if block.cross is None else [block.mixer, block.cross]
     parts = sum(count_mixer(mixer, hidden, 1).parameters for mixer in mixers)
-    pre_norms = (1 + len(mixers) - block.shared_norm) * norm_parameters(block.pre_norm, hidden)
-    post_norms = (1 + len(mixers)) * norm_parameters(block.post_norm, hidden)
+    sublayers = len(mixers) + (block.mlp is not None)
+    pre_norms = (sublayers - block.shared_norm) * norm_parameters(block.pre_norm, hidden)
+    post_norms = sublayers * norm_parameters(block.post_norm, hidden)
     return parts + _mlp_parameters(block.mlp, hidden) + pre_norms + post_norms
 
 
-def _mlp_parameters(spec: MlpSpec | MoeSpec, hidden: int) -> int:
+def _mlp_parameters(spec: MlpSpec | MoeSpec | None, hidden: int) -> int:
+    if spec is None:
+        return 0
     if isinstance(spec, MoeSpec):
         # A row of the router and the three matrices of each expert.
         experts = spec.num_experts * (hidden + 3 * hidden * spec.hidden_dim)
@@ -299,14 +304,14 @@ def _activation_parameters(spec: MlpSpec) -> int:
     return 2 if isinstance(spec.activation, XieluSpec) else 0
 
 
-def _num_active_weights(spec: MlpSpec | MoeSpec, hidden: int) -> int:
+def _num_active_weights(spec: MlpSpec | MoeSpec | None, hidden: int) -> int:
     """Returns the number of weights used per token; with experts, counts the router, the selected experts and the
     shared expert.
     """
     if isinstance(spec, MoeSpec):
         routed = spec.num_experts * hidden + spec.top_k * 3 * hidden * spec.hidden_dim
         return routed + _num_shared_weights(spec.shared, hidden)
-    return (2 + spec.gated) * hidden * spec.hidden_dim
+    return 0 if spec is None else (2 + spec.gated) * hidden * spec.hidden_dim
 
 
 def _num_shared_weights(spec: SharedExpertSpec | None, hidden: int) -> int:

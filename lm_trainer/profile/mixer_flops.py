@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lm_trainer.nn.mixer_spec import LatentSpec, Mixer
+from lm_trainer.nn.mixer_spec import DeltaSpec, LatentSpec, Mixer, StateSpaceSpec
 from lm_trainer.nn.spec import AttentionSpec, NormSpec
 
 
@@ -29,6 +29,10 @@ def count_mixer(spec: Mixer, hidden: int, seq_len: int) -> MixerCount:
             return _count_attention(spec, hidden, seq_len)
         case LatentSpec():
             return _count_latent(spec, hidden, seq_len)
+        case StateSpaceSpec():
+            return _count_state_space(spec, hidden, seq_len)
+        case DeltaSpec():
+            return _count_delta(spec, hidden, seq_len)
 
 
 def _count_attention(spec: AttentionSpec, hidden: int, seq_len: int) -> MixerCount:
@@ -67,6 +71,41 @@ def _count_latent(spec: LatentSpec, hidden: int, seq_len: int) -> MixerCount:
         product=2 * seq_len * (width + value_width),
         softmax=3 * seq_len * spec.num_heads,
         parameters=parameters + weights + hidden * value_width,
+    )
+
+
+def _count_state_space(spec: StateSpaceSpec, hidden: int, seq_len: int) -> MixerCount:
+    heads, groups, chunk = spec.num_heads, spec.num_groups, min(spec.chunk_size, seq_len)
+    width, vector_width = heads * spec.head_dim, groups * spec.state_dim
+    inputs, channels = 2 * width + 2 * vector_width + heads, width + 2 * vector_width
+    # Pairs of positions of a chunk, and for the state of each head: reading from it and writing to it.
+    product = 2 * chunk * (vector_width + width) + 4 * width * spec.state_dim
+    parameters = hidden * (inputs + width) + channels * (spec.conv_width + spec.conv_bias)
+    parameters += norm_parameters(spec.norm, width) + 3 * heads + spec.bias * (inputs + hidden)
+    return MixerCount(
+        inputs=2 * hidden * inputs + 2 * spec.conv_width * channels,
+        output=2 * hidden * width,
+        product=product,
+        softmax=3 * chunk * heads,
+        parameters=parameters,
+    )
+
+
+def _count_delta(spec: DeltaSpec, hidden: int, seq_len: int) -> MixerCount:
+    heads, chunk = spec.num_heads, min(spec.chunk_size, seq_len)
+    key_width, width = spec.num_key_heads * spec.key_dim, heads * spec.value_dim
+    inputs, channels = 2 * key_width + 2 * width + 2 * heads, 2 * key_width + width
+    state = heads * spec.key_dim * spec.value_dim
+    # Scores of queries and of keys, the solution of the triangular system and its inverse; the state is read twice.
+    product = 2 * chunk * (2 * key_width + 2 * width + heads * spec.key_dim) + 6 * state
+    product += 2 * heads * (chunk * chunk - 1) // 3
+    parameters = hidden * (inputs + width) + channels * spec.conv_width
+    return MixerCount(
+        inputs=2 * hidden * inputs + 2 * spec.conv_width * channels,
+        output=2 * hidden * width,
+        product=product,
+        softmax=6 * chunk * heads,
+        parameters=parameters + norm_parameters(spec.norm, spec.value_dim) + 2 * heads,
     )
 
 

@@ -27,6 +27,7 @@ from lm_trainer.models import (
     GptNeoxConfig,
     GraniteConfig,
     LlamaConfig,
+    Mamba2Config,
     MiniCpm3Config,
     MistralConfig,
     MixtralConfig,
@@ -118,6 +119,7 @@ TINY: dict[str, AnyModel] = {
         mscale_all_dim=0.5,
         rope=YarnRope(factor=4.0),
     ),
+    "mamba2": Mamba2Config(**SMALL, head_dim=16, state_dim=8, num_groups=2, chunk_size=7),
     "apertus": ApertusConfig(**ROTARY, rope=Llama3Rope(original_max_position_embeddings=8)),
 }
 

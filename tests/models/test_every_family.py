@@ -253,10 +253,14 @@ def test_decoding_with_a_cache_equals_the_full_forward_pass(config, scan):
     rows, lengths = tokens(), np.array([5, 2])
     expected = logits(config, rows, positions(), np.zeros((2, SEQ), np.int32))
     graph = graphdef(change(config, scan_layers=scan))
-    decode = quick_jit(lambda p, cache, t, next_positions: nnx.merge(graph, p).decode(t, next_positions, cache))
+
+    def decode_once(p: Any, cache: Any, tokens: Any, next_positions: Any, counts: Any = None) -> Any:
+        return nnx.merge(graph, p).decode(tokens, next_positions, cache, counts)
+
+    decode = quick_jit(decode_once)
     cache = nnx.merge(graph, params(config)).init_cache(2, SEQ + 4)
     # Rows of lengths 5 and 2 are read together, so that the shorter one leaves rubbish behind its end.
-    actual, cache = decode(params(config), cache, rows[:, :7], positions(2, 7))
+    actual, cache = decode(params(config), cache, rows[:, :7], positions(2, 7), lengths)
     for row, length in enumerate(lengths):
         np.testing.assert_allclose(actual[row, :length], expected[row, :length], atol=1e-5)
     next_positions = lengths[:, None] + np.arange(7)

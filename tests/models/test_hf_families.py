@@ -167,6 +167,15 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
          {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}},
          {"rope_parameters": {**YARN, "mscale_all_dim": 2.0}}, *SCALARS],
     ),
+    "mamba2": (
+        "Mamba2",
+        {**{key: SHARED[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "initializer_range",
+                                         "bos_token_id", "eos_token_id", "pad_token_id")},
+         "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 16},
+        [{"state_size": 6}, {"n_groups": 1}, {"conv_kernel": 3}, {"use_bias": True}, {"use_conv_bias": False},
+         {"layer_norm_epsilon": 0.1}, {"tie_word_embeddings": True}, {"time_step_limit": (0.4, 0.6)},
+         {"head_dim": 8, "num_heads": 8}],
+    ),
     "gpt_neox": (
         "GPTNeoX",
         WITHOUT_KV_HEADS,
