@@ -71,7 +71,7 @@ class Moe(nnx.Module):
         # In float32, because rounding would change the selected experts (Fedus et al. 2021, section 2.4).
         logits_ME = x_MD.astype(jnp.float32) @ router_DE.astype(jnp.float32)
         if self.router_bias is not None:
-            logits_ME = logits_ME + all_gather(read(self.router_bias), "expert", 0).astype(jnp.float32)
+            logits_ME = logits_ME + all_gather(read(self.router_bias), "expert", 0).astype(jnp.float32)[None, :]
         scores_ME = compute_scores(spec.router, logits_ME)
         bias_E, load_E = (
             None if param is None else all_gather(read(param), "expert", 0)

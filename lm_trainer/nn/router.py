@@ -79,7 +79,7 @@ def select_experts(spec: MoeSpec, scores_ME: jax.Array, bias_E: jax.Array | None
     else:
         # No gradient flows through a selection.
         choice_ME = jax.lax.stop_gradient(scores_ME)
-        choice_ME = choice_ME if bias_E is None else choice_ME + jax.lax.stop_gradient(bias_E)
+        choice_ME = choice_ME if bias_E is None else choice_ME + jax.lax.stop_gradient(bias_E)[None, :]
         if router.groups is not None:
             choice_ME = _keep_best_groups(router.groups, choice_ME)
         experts_MK = jax.lax.top_k(choice_ME, spec.top_k)[1]

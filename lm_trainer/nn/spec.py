@@ -173,7 +173,7 @@ class AttentionSpec:
     positions: RopeSpec | AlibiSpec | None = None
     qk_norm: QkNormSpec | None = None
     clip: float | None = None
-    """Bound of the absolute values of queries, keys and values."""
+    """Bound of the absolute values of queries, keys and values, after their normalization."""
     window: int | None = None
     """Number of positions visible to a query, including its own; None: its own and all earlier positions."""
     scores: ScoreSpec = ScoreSpec()

@@ -249,7 +249,10 @@ def _sense_flops(spec: SenseSpec, hidden: int, seq_len: int) -> int:
 
 
 def parameter_count(spec: DecoderSpec) -> int:
-    """Returns the number of parameters; a head tied to the token embedding is not counted twice."""
+    """Returns the number of parameters; a head tied to the token embedding is not counted twice.
+
+    Values that a router sets from the load of its experts are not counted, because no gradient trains them.
+    """
     positions = spec.num_positions if spec.embedding.learned_positions else 0
     # Rows of size hidden_dim: token embedding, learned positions, and an untied head.
     rows = spec.vocab_size + positions + (0 if spec.head.tied else spec.vocab_size)
@@ -291,9 +294,7 @@ def _mlp_parameters(spec: MlpSpec | MoeSpec | None, hidden: int) -> int:
     if isinstance(spec, MoeSpec):
         # A row of the router and the three matrices of each expert.
         experts = spec.num_experts * (hidden + 3 * hidden * spec.hidden_dim)
-        router = spec.router
-        per_expert = router.logit_bias + (router.selection_bias is not None) + (router.balance_over == "batch")
-        return experts + spec.num_experts * per_expert + _num_shared_weights(spec.shared, hidden)
+        return experts + spec.num_experts * spec.router.logit_bias + _num_shared_weights(spec.shared, hidden)
     # Up, down, and the optional gate.
     weights = (2 + spec.gated) * hidden * spec.hidden_dim
     biases = (1 + spec.gated) * spec.hidden_dim + hidden if spec.bias else 0
