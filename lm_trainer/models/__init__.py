@@ -11,6 +11,7 @@ from lm_trainer.models.arcee import ArceeConfig
 from lm_trainer.models.backpack import BackpackConfig
 from lm_trainer.models.base import DecoderConfig
 from lm_trainer.models.cohere import Cohere2Config
+from lm_trainer.models.deepseek import DeepseekV2Config, DeepseekV3Config
 from lm_trainer.models.gemma import Gemma2Config, Gemma3Config, GemmaConfig
 from lm_trainer.models.glm import Glm4Config
 from lm_trainer.models.glm_moe import Glm4MoeConfig
@@ -56,6 +57,8 @@ AnyModel = Annotated[
     | ArceeConfig
     | SeedOssConfig
     | NanochatConfig
+    | DeepseekV3Config
+    | DeepseekV2Config
     | MiniCpm3Config
     | Mamba2Config
     | GptNeoxConfig
@@ -81,6 +84,8 @@ __all__ = [
     "BackpackConfig",
     "Cohere2Config",
     "DecoderConfig",
+    "DeepseekV2Config",
+    "DeepseekV3Config",
     "Gemma2Config",
     "Gemma3Config",
     "GemmaConfig",

@@ -22,7 +22,7 @@ def state_space_tensors(hf: str) -> tuple[HfTensor, ...]:
     convolutions = tuple(f"{_ATTENTION}.{name}_conv" for name in _CONVOLVED)
     return (
         *linear_tensors(f"{hf}.in_proj", *(f"{_ATTENTION}.{name}" for name in ("gate", *_CONVOLVED, "dt"))),
-        HfTensor(f"{hf}.conv1d.weight", tuple(f"{name}.weight" for name in convolutions), transposed=True),
+        HfTensor(f"{hf}.conv1d.weight", tuple(f"{name}.weight" for name in convolutions), reversed=True),
         HfTensor(f"{hf}.conv1d.bias", tuple(f"{name}.bias" for name in convolutions)),
         HfTensor(f"{hf}.dt_bias", (f"{_ATTENTION}.dt_bias",)),
         HfTensor(f"{hf}.A_log", (f"{_ATTENTION}.a_log",)),

@@ -36,6 +36,8 @@ SHARED: dict[str, Any] = {
 }
 WITHOUT_KV_HEADS = {key: value for key, value in SHARED.items() if key != "num_key_value_heads"}
 LATENT = {"kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
+DEEPSEEK_EXPERTS = {"num_hidden_layers": 3, "moe_intermediate_size": 24, "n_routed_experts": 8, "n_group": 4,
+                    "topk_group": 2, "num_experts_per_tok": 3, "first_k_dense_replace": 1}  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -157,6 +159,21 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
         {**SHARED, "rope_parameters": LLAMA3},
         [{"rope_parameters": PLAIN}, {"hidden_act": "relu"}, {"rms_norm_eps": 0.1}, {"tie_word_embeddings": True},
          {"head_dim": 12}],
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {**SHARED, "num_key_value_heads": 4, **LATENT, **DEEPSEEK_EXPERTS},
+        [{"q_lora_rank": None}, {"v_head_dim": 12}, {"attention_bias": True}, {"rope_interleave": False},
+         {"num_experts_per_tok": 1}, {"norm_topk_prob": False}, {"routed_scaling_factor": 1.0}, {"topk_group": 3},
+         {"n_group": 1, "topk_group": 1}, {"first_k_dense_replace": 3}, {"n_shared_experts": 2},
+         {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}, {"rms_norm_eps": 0.1}],
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {**SHARED, "num_key_value_heads": 4, **LATENT, **DEEPSEEK_EXPERTS, "topk_method": "group_limited_greedy"},
+        [{"q_lora_rank": None}, {"topk_method": "greedy"}, {"num_experts_per_tok": 1}, {"topk_group": 3},
+         {"routed_scaling_factor": 1.5}, {"first_k_dense_replace": 0}, {"n_shared_experts": 1},
+         {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}, {"rms_norm_eps": 0.1}],
     ),
     "minicpm3": (
         "MiniCPM3",
