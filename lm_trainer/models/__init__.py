@@ -31,6 +31,7 @@ from lm_trainer.models.phi import Phi3Config
 from lm_trainer.models.qwen import Qwen2Config, Qwen3Config
 from lm_trainer.models.qwen2_moe import Qwen2MoeConfig
 from lm_trainer.models.qwen_moe import Qwen3MoeConfig
+from lm_trainer.models.qwen_next import Qwen3NextConfig
 from lm_trainer.models.seed_oss import SeedOssConfig
 from lm_trainer.models.smollm import SmolLm3Config
 from lm_trainer.models.starcoder import StarCoder2Config
@@ -59,6 +60,7 @@ AnyModel = Annotated[
     | NanochatConfig
     | DeepseekV3Config
     | DeepseekV2Config
+    | Qwen3NextConfig
     | MiniCpm3Config
     | Mamba2Config
     | GptNeoxConfig
@@ -109,6 +111,7 @@ __all__ = [
     "Qwen2MoeConfig",
     "Qwen3Config",
     "Qwen3MoeConfig",
+    "Qwen3NextConfig",
     "SeedOssConfig",
     "SmolLm3Config",
     "StarCoder2Config",

@@ -28,7 +28,7 @@ def state_space_tensors(hf: str) -> tuple[HfTensor, ...]:
         HfTensor(f"{hf}.A_log", (f"{_ATTENTION}.a_log",)),
         HfTensor(f"{hf}.D", (f"{_ATTENTION}.d",)),
         HfTensor(f"{hf}.norm.weight", (f"{_ATTENTION}.norm.scale",)),
-        *linear_tensors(f"{hf}.out_proj", f"{_ATTENTION}.out"),
+        *linear_tensors(f"{hf}.out_proj", f"{_ATTENTION}.readout"),
     )
 
 

@@ -191,6 +191,7 @@ class Attention(nnx.Module):
         self.k = Linear({"embed": dim}, kv_heads, bias=spec.bias and spec.key_bias, init=init)
         self.v = Linear({"embed": dim}, kv_heads, bias=spec.bias, init=init)
         self.out = Linear(heads, {"embed": dim}, bias=spec.out_bias, init=init, residual=True)
+        self.gate = Linear({"embed": dim}, heads, bias=spec.bias, init=init) if spec.gated else None
         self.q_norm = None if spec.qk_norm is None else QkNorm(spec.qk_norm, heads, init=init)
         self.k_norm = None if spec.qk_norm is None else QkNorm(spec.qk_norm, kv_heads, init=init)
 
@@ -212,6 +213,8 @@ class Attention(nnx.Module):
         if cache is not None:
             cache, k_BTKH, v_BTKH = cache.write(layer, context.positions_BS, k_BTKH, v_BTKH)
         o_BSNH = attend(self.spec, q_BSNH, k_BTKH, v_BTKH, context, layer, key=key)
+        if self.gate is not None:
+            o_BSNH = o_BSNH * jax.nn.sigmoid(self.gate(x_BSD, key=adapter_key))
         return self.out(o_BSNH, key=adapter_key), cache
 
     def _project_qkv(

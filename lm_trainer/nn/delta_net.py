@@ -48,7 +48,7 @@ class DeltaNet(nnx.Module):
         draw = jax.random.uniform(init.rngs.params(), (spec.num_heads,), jnp.float32, _LOWEST_DECAY, _HIGHEST_DECAY)
         self.a_log = init.given(per_head, jnp.log(draw))
         self.norm = GatedNorm(spec.norm, width=spec.value_dim, groups=1, gate_first=False, init=init)
-        self.out = Linear(values, embed, bias=False, init=init, residual=True)
+        self.readout = Linear(values, embed, bias=False, init=init, residual=True)
 
     def __call__(
         self,
@@ -87,7 +87,7 @@ class DeltaNet(nnx.Module):
             rate_BSN.reshape(rows, length, *grouped),
         )
         y_BSGRP, state = run_recurrence(inputs, state, documents_BS, spec.chunk_size)
-        out_BSD = self.out(self.norm(y_BSGRP.reshape(v_BSNP.shape), gate_BSNP), key=adapter_key)
+        out_BSD = self.readout(self.norm(y_BSGRP.reshape(v_BSNP.shape), gate_BSNP), key=adapter_key)
         return out_BSD, cache and cache.write_states(layer, (q_history, k_history, v_history, state))
 
     def _project(self, x_BSD: jax.Array, key: jax.Array | None) -> tuple[jax.Array, ...]:

@@ -99,7 +99,7 @@ class _Chunks(NamedTuple):
     v_BCLGRP: jax.Array
     rate_BCLGR: jax.Array | None
     sum_BCGRL: jax.Array
-    """Sums of the log decays from the start of a chunk up to each position, inclusive."""
+    """Sums of the log decays up to each position, inclusive, from the start of its chunk or document."""
     documents_BCL: jax.Array | None
 
     @classmethod
@@ -111,23 +111,26 @@ class _Chunks(NamedTuple):
             return jnp.pad(x, padding, mode=mode).reshape(x.shape[0], -1, size, *x.shape[2:])
 
         rate_BSGR = inputs.rate_BSGR
+        documents_BCL = None if documents_BS is None else chunk(documents_BS, mode="edge")
+        # A product with a mask, and not differences of sums over the chunk: no bit of a sum may depend on the document
+        # before.
+        visible_BCLM = _visible_pairs(documents_BCL, size).astype(jnp.float32)
+        log_decay_BCLGR = chunk(inputs.log_decay_BSGR)
+        visible_BCLM = jnp.broadcast_to(visible_BCLM, (*log_decay_BCLGR.shape[:3], size))
         return cls(
             chunk(inputs.q_BSGK),
             chunk(inputs.k_BSGK),
             chunk(inputs.v_BSGRP),
             None if rate_BSGR is None else chunk(rate_BSGR),
-            jnp.moveaxis(jnp.cumsum(chunk(inputs.log_decay_BSGR), axis=2), 2, 4),
-            None if documents_BS is None else chunk(documents_BS, mode="edge"),
+            jnp.einsum("bclm,bcmgr->bcgrl", visible_BCLM, log_decay_BCLGR, precision="highest"),
+            documents_BCL,
         )
 
     def pair_decays(self) -> jax.Array:
         """Returns [B, C, G, R, L, M]: the decay between position M and a later position L of its document, and 0 for
         other pairs.
         """
-        visible = jnp.tril(jnp.ones((self.sum_BCGRL.shape[-1],) * 2, bool))[None, None, None, None]
-        if self.documents_BCL is not None:
-            same_BCLM = self.documents_BCL[:, :, :, None] == self.documents_BCL[:, :, None, :]
-            visible = visible & same_BCLM[:, :, None, None]
+        visible = _visible_pairs(self.documents_BCL, self.sum_BCGRL.shape[-1])[:, :, None, None]
         # Masked before the exponential, so that neither it nor its gradient overflows.
         log_BCGRLM = self.sum_BCGRL[..., :, None] - self.sum_BCGRL[..., None, :]
         return jnp.where(visible, jnp.exp(jnp.where(visible, log_BCGRLM, 0.0)), 0.0)
@@ -170,6 +173,14 @@ class _Chunks(NamedTuple):
             jnp.einsum("bcgrlm,bcmgrp->bclgrp", inverse_BCGRLM, added_BCLGRP),
             jnp.einsum("bcgrlm,bcmgrk->bclgrk", inverse_BCGRLM, read_BCLGRK),
         )
+
+
+def _visible_pairs(documents_BCL: jax.Array | None, size: int) -> jax.Array:
+    """Returns bool [B, C, L, M] or [1, 1, L, M]: true if M is at or before L, and in the same document."""
+    visible = jnp.tril(jnp.ones((size, size), bool))[None, None]
+    if documents_BCL is None:
+        return visible
+    return visible & (documents_BCL[:, :, :, None] == documents_BCL[:, :, None, :])
 
 
 def invert_unit_lower(x: jax.Array) -> jax.Array:

@@ -179,6 +179,8 @@ class AttentionSpec:
     scores: ScoreSpec = ScoreSpec()
     value_dim: int | None = None
     """Size of value vectors; None: head_dim."""
+    gated: bool = False
+    """Multiply the result of each head by the sigmoid of another linear map of the input."""
 
     @property
     def kv_heads(self) -> int:

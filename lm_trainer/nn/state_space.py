@@ -49,7 +49,7 @@ class StateSpace(nnx.Module):
         self.norm = GatedNorm(
             spec.norm, width=spec.num_heads * spec.head_dim, groups=spec.norm_groups, gate_first=True, init=init
         )
-        self.out = Linear(heads, embed, bias=spec.bias, init=init, residual=True)
+        self.readout = Linear(heads, embed, bias=spec.bias, init=init, residual=True)
 
     def __call__(
         self,
@@ -88,7 +88,7 @@ class StateSpace(nnx.Module):
         )
         y_BSGRP, state = run_recurrence(inputs, state, documents_BS, spec.chunk_size)
         y_BSNP = y_BSGRP.reshape(x_BSNP.shape) + read(self.d, jnp.float32)[None, None, :, None] * x_BSNP
-        out_BSD = self.out(self.norm(y_BSNP, gate_BSNP), key=adapter_key)
+        out_BSD = self.readout(self.norm(y_BSNP, gate_BSNP), key=adapter_key)
         return out_BSD, cache and cache.write_states(layer, (x_history, b_history, c_history, state))
 
     def _time_steps(self, dt_BSN: jax.Array, valid_BS: jax.Array | None) -> jax.Array:

@@ -39,10 +39,10 @@ def _count_attention(spec: AttentionSpec, hidden: int, seq_len: int) -> MixerCou
     heads, kv_heads = spec.num_heads, spec.kv_heads
     width, kv_width = heads * spec.head_dim, kv_heads * spec.head_dim
     value_width, kv_value_width = heads * spec.value_size, kv_heads * spec.value_size
-    weights = hidden * (width + kv_width + kv_value_width)
+    weights = hidden * (width * (1 + spec.gated) + kv_width + kv_value_width)
     parameters = weights + hidden * value_width + spec.out_bias * hidden
     if spec.bias:
-        parameters += width + spec.key_bias * kv_width + kv_value_width
+        parameters += width * (1 + spec.gated) + spec.key_bias * kv_width + kv_value_width
     if spec.qk_norm is not None:
         sizes = (width, kv_width) if spec.qk_norm.over == "heads" else (spec.head_dim,) * 2
         parameters += sum(norm_parameters(spec.qk_norm.norm, size) for size in sizes)
@@ -79,7 +79,7 @@ def _count_state_space(spec: StateSpaceSpec, hidden: int, seq_len: int) -> Mixer
     width, vector_width = heads * spec.head_dim, groups * spec.state_dim
     inputs, channels = 2 * width + 2 * vector_width + heads, width + 2 * vector_width
     # Pairs of positions of a chunk, and for the state of each head: reading from it and writing to it.
-    product = 2 * chunk * (vector_width + width) + 4 * width * spec.state_dim
+    product = 2 * chunk * (vector_width + width + heads) + 4 * width * spec.state_dim
     parameters = hidden * (inputs + width) + channels * (spec.conv_width + spec.conv_bias)
     parameters += norm_parameters(spec.norm, width) + 3 * heads + spec.bias * (inputs + hidden)
     return MixerCount(
@@ -97,7 +97,7 @@ def _count_delta(spec: DeltaSpec, hidden: int, seq_len: int) -> MixerCount:
     inputs, channels = 2 * key_width + 2 * width + 2 * heads, 2 * key_width + width
     state = heads * spec.key_dim * spec.value_dim
     # Scores of queries and of keys, the solution of the triangular system and its inverse; the state is read twice.
-    product = 2 * chunk * (2 * key_width + 2 * width + heads * spec.key_dim) + 6 * state
+    product = 2 * chunk * (2 * key_width + 2 * width + heads * (spec.key_dim + 1)) + 6 * state
     product += 2 * heads * (chunk * chunk - 1) // 3
     parameters = hidden * (inputs + width) + channels * spec.conv_width
     return MixerCount(
