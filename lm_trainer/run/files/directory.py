@@ -26,7 +26,7 @@ from lm_trainer.run.config.recorded_keys import config_with_recorded_keys
 from lm_trainer.run.config.run_config import RunConfig, config_hash, numeric_differences, numeric_identity
 from lm_trainer.run.config.run_id import explain_invalid_run_id
 from lm_trainer.run.config.trainer_config import TrainerConfig
-from lm_trainer.run.files.bucket_mirror import COPY_DIRECTORY, BucketMirror
+from lm_trainer.run.files.bucket_mirror import BucketMirror
 from lm_trainer.run.files.environment import (
     continued_attempt_notes,
     describe_environment,
@@ -34,6 +34,7 @@ from lm_trainer.run.files.environment import (
     num_cpu_threads_for_rerun,
 )
 from lm_trainer.run.files.records import (
+    COPY_DIRECTORY,
     ENVIRONMENT,
     RUN,
     RecordCopies,

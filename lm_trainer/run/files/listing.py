@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.file_lock import is_locked
-from lm_trainer.run.files.find_run import find_checkpoints_of_run, read_trainer_setting
+from lm_trainer.run.files.find_run import locate_checkpoints, read_trainer_setting
+from lm_trainer.run.files.records import read_run_record
 from lm_trainer.trackers.jsonl import METRICS, SUMMARY
 
 logger = logging.getLogger(__name__)
@@ -62,8 +64,10 @@ def _run_directories(base: Path) -> Iterator[Path]:
 def _read_listing(path: Path) -> RunListing:
     step, loss = read_last_step_and_loss(path / METRICS)
     summary = _read_json(path / SUMMARY)
+    record: Mapping[str, Any] = {}
     try:
-        checkpoints = find_checkpoints_of_run(path)
+        record = read_run_record(path)
+        checkpoints = locate_checkpoints(record, path)
     except MachineError as error:
         # The error must not prevent the other runs from being listed.
         logger.warning("%s", error)
@@ -71,8 +75,8 @@ def _read_listing(path: Path) -> RunListing:
     # Checkpoints in a bucket are not counted, because that would require requests.
     directories = [path, checkpoints] if isinstance(checkpoints, Path) else [path]
     files = [path / name for name in ("run.json", METRICS, SUMMARY)]
-    sizes = {p: s for directory in directories for p, s in _file_sizes(directory)}
-    steps = _read_total_steps(path)
+    sizes = {file: size for directory in directories for file, size in _file_sizes(directory)}
+    steps = _read_total_steps(record, path)
     state: Any = "stopped" if step else "not begun"
     if is_locked(path / ".lock"):
         state = "running"
@@ -86,15 +90,12 @@ def _read_listing(path: Path) -> RunListing:
 
 def read_last_step_and_loss(file: Path) -> tuple[int, float | None]:
     """Returns the last step in metrics.jsonl and its loss, or 0 and None if there are no steps."""
-    step, loss = 0, None
-    for line in _read_last_lines(file):
-        try:
+    for line in reversed(_read_last_lines(file)):
+        # The first line may be truncated and the last one incomplete, and other lines may not contain a loss.
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             record = json.loads(line)
-            step, loss = int(record["step"]), float(record["train/loss"])
-        except (ValueError, TypeError, KeyError):
-            # The first line may be truncated and the last one incomplete, and other lines may not contain a loss.
-            continue
-    return step, loss
+            return int(record["step"]), float(record["train/loss"])
+    return 0, None
 
 
 def _read_last_lines(file: Path) -> list[bytes]:
@@ -106,8 +107,14 @@ def _read_last_lines(file: Path) -> list[bytes]:
         return []
 
 
-def _read_total_steps(path: Path) -> int | None:
-    steps = read_trainer_setting(path / "config.yaml", "num_train_steps")
+def _read_total_steps(record: Mapping[str, Any], path: Path) -> int | None:
+    """Returns the configured number of steps; None if neither run.json nor the configuration contains it."""
+    identity = record.get("identity")
+    trainer = identity.get("trainer") if isinstance(identity, dict) else None
+    steps = trainer.get("num_train_steps") if isinstance(trainer, dict) else None
+    if steps is None:
+        # Parsing the configuration takes ten times as long as everything else.
+        steps = read_trainer_setting(path / "config.yaml", "num_train_steps")
     return steps if isinstance(steps, int) else None
 
 
@@ -119,12 +126,14 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _file_sizes(directory: Path) -> Iterator[tuple[Path, int]]:
+def _file_sizes(directory: Path) -> Iterator[tuple[str, int]]:
     """Yields the files below a directory with their sizes in bytes. Skips files that are deleted in the meantime."""
-    for base, _, names in os.walk(directory):
-        for name in names:
-            path = Path(base, name)
-            try:
-                yield path, path.lstat().st_size
-            except OSError:
-                continue
+    pending = [os.fspath(directory)]
+    while pending:
+        with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
+                    continue
+                with contextlib.suppress(OSError):
+                    yield entry.path, entry.stat(follow_symlinks=False).st_size
