@@ -45,17 +45,24 @@ def read_metric_columns(file: Path) -> MetricColumns:
     """
     columns, pieces, count = MetricColumns(), _Pieces(), 0
     for records in _read_blocks(file):
+        steps_by_name: dict[str, list[np.ndarray]] = {}
         for numbers in _group_by_keys(records).values():
             lines = [records[number] for number in numbers]
+            steps_L = np.array([line["step"] for line in lines], np.int64)
             numbers_L, values_LK = np.array(numbers) + count, _as_numbers(lines)
             if values_LK is None:
                 columns.other_lines += [{name: decode_non_finite(value) for name, value in x.items()} for x in lines]
                 pieces.add_lines(numbers_L, lines)
             else:
-                pieces.add_columns(numbers_L, [*lines[0]], values_LK)
-        for record in records:
-            columns.series.add(line_name(record), record["step"])
-        columns.last_step = max(columns.last_step, max((record["step"] for record in records), default=0))
+                pieces.add_columns(numbers_L, steps_L, [*lines[0]], values_LK)
+            # Lines of metrics are named by their first key, all other lines by a value.
+            for line, steps in (
+                zip(lines, steps_L[:, None], strict=True) if "name" in lines[0] else [(lines[0], steps_L)]
+            ):
+                steps_by_name.setdefault(line_name(line), []).append(steps)
+            columns.last_step = max(columns.last_step, int(steps_L.max()))
+        for name, steps in steps_by_name.items():
+            columns.series.add_all(name, np.unique(np.concatenate(steps)))
         count += len(records)
     columns.curves = pieces.join()
     return columns
@@ -67,9 +74,10 @@ class _Pieces:
     def __init__(self) -> None:
         self._pieces: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
 
-    def add_columns(self, numbers_L: np.ndarray, keys: Sequence[str], values_LK: np.ndarray) -> None:
+    def add_columns(
+        self, numbers_L: np.ndarray, steps_L: np.ndarray, keys: Sequence[str], values_LK: np.ndarray
+    ) -> None:
         """Adds lines that consist of numbers."""
-        steps_L = values_LK[:, keys.index("step")].astype(np.int64)
         for index, name in enumerate(keys):
             if name not in _NO_METRICS:
                 # A copy, so that the matrix can be freed.

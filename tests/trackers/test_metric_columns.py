@@ -10,6 +10,7 @@ import pytest
 
 from lm_trainer.trackers import metric_columns
 from lm_trainer.trackers.metric_columns import read_metric_columns
+from lm_trainer.trackers.series import Series
 
 LINES: list[dict[str, Any]] = [
     {"step": 1, "time": 0.5, "train/loss": 3.25, "optim/grad_norm": "NaN", "throughput/total_tokens": 512},
@@ -82,3 +83,13 @@ def test_damaged_lines_are_left_out(tmp_path) -> None:
 def test_a_file_that_is_missing_or_empty_has_no_lines(tmp_path) -> None:
     assert not read_metric_columns(tmp_path / "none.jsonl").last_step
     assert read_metric_columns(_write(tmp_path, "")).curves == {}
+
+
+def test_lines_of_every_name_are_in_the_series(tmp_path) -> None:
+    lines = [{"step": step, "name": name, "text": "a"} for step in range(1, 9) for name in ("one", "two") if step != 5]
+    lines += [{"step": step, "train/loss": 1.0} for step in (1, 2, 3, 6, 9, 12, 13)]
+    columns = read_metric_columns(_write(tmp_path, _encode(lines)))
+    one_by_one = Series()
+    for line in lines:
+        one_by_one.add(str(line.get("name", "train/loss")), line["step"])
+    assert columns.series.to_plain() == one_by_one.to_plain()
