@@ -7,6 +7,7 @@ from typer.core import TyperGroup
 
 from cli import (
     bench,
+    branch,
     chat,
     clean,
     config,
@@ -99,6 +100,7 @@ app = typer.Typer(
 )
 # Ordered by use: train, inspect configurations and plans, verify, export, generate, measure.
 app.command(context_settings=OVERRIDES)(train.train)
+app.command(context_settings=OVERRIDES)(branch.branch)
 app.command()(runs.runs)
 app.add_typer(config.app, name="config")
 app.command(context_settings=OVERRIDES)(plan.plan)

@@ -18,9 +18,10 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.reproduce.lost_metrics import find_lost_metrics
 from lm_trainer.reproduce.verify import VERIFIED
 from lm_trainer.run.config.run_config import RunConfig, changed_keys
+from lm_trainer.run.files.branch import BranchPoint
 from lm_trainer.run.files.find_run import find_checkpoints_of_run, find_run
 from lm_trainer.run.files.listing import list_runs
-from lm_trainer.run.files.records import read_attempts, read_run_record
+from lm_trainer.run.files.records import RUN, read_attempts, read_run_record
 from lm_trainer.run.weights.saved_model import read_config
 from lm_trainer.trackers.jsonl import METRICS, SUMMARY, TEXTS
 from lm_trainer.trackers.metric_columns import MetricColumns, read_metric_columns
@@ -68,6 +69,8 @@ class ReportedRun:
     tokens: TokenHistory | None
     gaps: Sequence[str]
     """Messages about files with lost lines, one per file; empty for a run with its checkpoints in a bucket."""
+    branch: BranchPoint | None = None
+    """Start of the run if it is a branch. Its metrics begin after this step."""
 
 
 def read_run(source: str) -> ReportedRun:
@@ -101,6 +104,7 @@ def read_run(source: str) -> ReportedRun:
         _read_samples(path / TEXTS),
         _read_token_history(path),
         gaps,
+        BranchPoint.from_record(content, path / RUN),
     )
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from lm_trainer.checkpoint.store import CheckpointError, list_steps, read_record
 from lm_trainer.core.bucket import StoragePath
+from lm_trainer.run.files.branch import BranchPoint
+from lm_trainer.run.files.records import RUN, read_run_record
 from lm_trainer.run.training.checkpoints import SERIES
 from lm_trainer.trackers.metric_columns import read_metric_columns
 from lm_trainer.trackers.series import Series, describe_gap
@@ -47,7 +49,9 @@ def find_lost_metrics(
         series = read_record(checkpoints, saved[-1]).get(SERIES) if saved else None
     except CheckpointError:
         return None
-    if series is None:
+    branch = BranchPoint.from_record(read_run_record(path), path / RUN)
+    # The lines of the steps that a branch shares are in the directory of its parent.
+    if series is None or (branch is not None and branch.step == saved[-1]):
         return None
     missing = {}
     for name, expected in series.items():

@@ -6,15 +6,16 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lm_trainer.core.errors import MachineError
+from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.file_lock import is_locked
+from lm_trainer.run.files.branch import BranchPoint
 from lm_trainer.run.files.find_run import locate_checkpoints, read_trainer_setting
-from lm_trainer.run.files.records import read_run_record
+from lm_trainer.run.files.records import RUN, read_run_record
 from lm_trainer.trackers.jsonl import METRICS, SUMMARY
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,10 @@ class RunListing:
     """Training loss of the last logged step, in nats per token."""
     changed: float
     """Time of the last change to the run's files, in seconds since 1970."""
+    parent: str | None
+    """ID of the run that this run is a branch of; None for other runs."""
+    branched_at: int | None
+    """Number of steps that a branch shares with its parent; None for other runs."""
     bytes: int
     """Total size of the run directory and of the local checkpoints."""
 
@@ -85,7 +90,38 @@ def _read_listing(path: Path) -> RunListing:
     elif summary.get("step", -1) >= step or (steps is not None and step >= steps):
         state = "done"
     changed = max(file.stat().st_mtime for file in files if file.is_file())
-    return RunListing(path.name, path, state, step, steps, loss, changed, sum(sizes.values()))
+    parent, branched_at = _read_branch(record, path)
+    size = sum(sizes.values())
+    return RunListing(
+        path.name, path, state, max(step, branched_at or 0), steps, loss, changed, parent, branched_at, size
+    )
+
+
+def _read_branch(record: Mapping[str, Any], path: Path) -> tuple[str, int] | tuple[None, None]:
+    try:
+        branch = BranchPoint.from_record(record, path / RUN)
+    except UserError:
+        branch = None
+    return (None, None) if branch is None else (branch.parent, branch.step)
+
+
+def as_tree(runs: Sequence[RunListing]) -> list[tuple[int, RunListing]]:
+    """Returns the runs with their depth: each branch comes after its parent, and is one level deeper.
+
+    The order is kept otherwise. A branch whose parent is not among the runs is at the top level.
+    """
+    by_location = {(run.directory.resolve().parent, run.id): run for run in runs}
+    children: dict[int, list[RunListing]] = {}
+    for run in runs:
+        parent = by_location.get((run.directory.resolve().parent, run.parent or ""))
+        children.setdefault(0 if parent is None or parent is run else id(parent), []).append(run)
+
+    def below(key: int, depth: int) -> Iterator[tuple[int, RunListing]]:
+        for run in children.get(key, ()):
+            yield depth, run
+            yield from below(id(run), depth + 1)
+
+    return [*below(0, 0)]
 
 
 def read_last_step_and_loss(file: Path) -> tuple[int, float | None]:
