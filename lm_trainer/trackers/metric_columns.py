@@ -5,19 +5,16 @@ Shape letters: N is the number of lines of a metric, L the number of lines with 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lm_trainer.trackers.json_lines import decode_non_finite, parse_records
+from lm_trainer.trackers.json_lines import decode_non_finite, read_record_blocks
 from lm_trainer.trackers.series import Series, line_name
 
-_BLOCK_BYTES = 4 << 20
-"""Number of bytes that are parsed at a time. Only one block is held as Python objects."""
 _NO_METRICS = ("step", "time")
 
 Record = dict[str, Any]
@@ -44,7 +41,7 @@ def read_metric_columns(file: Path) -> MetricColumns:
     The file may be read at any time while the run is in progress. Returns no curves if the file does not exist.
     """
     columns, pieces, count = MetricColumns(), _Pieces(), 0
-    for records in _read_blocks(file):
+    for records in read_record_blocks(file):
         steps_by_name: dict[str, list[np.ndarray]] = {}
         for numbers in _group_by_keys(records).values():
             lines = [records[number] for number in numbers]
@@ -109,39 +106,6 @@ def _sort_by_step(numbers_N: np.ndarray, steps_N: np.ndarray, values_N: np.ndarr
         is_last = np.append(steps_N[1:] != steps_N[:-1], True)
         steps_N, values_N = steps_N[is_last], values_N[is_last]
     return steps_N, values_N
-
-
-def _read_blocks(file: Path) -> Iterator[list[Record]]:
-    """Yields the records of a file, some megabytes at a time."""
-    if not file.is_file():
-        return
-    loads = _fast_loads()
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK_BYTES):
-            # Completes the last line.
-            yield _parse_block(block + stream.readline(), loads)
-
-
-def _parse_block(block: bytes, loads: Callable[[bytes], Any]) -> list[Record]:
-    # All lines at once take half the time of one after the other. JSON has no line breaks inside of texts.
-    if block.endswith(b"\n"):
-        try:
-            records = loads(b"[" + block[:-1].replace(b"\n", b",") + b"]")
-            if all(type(record) is dict and type(record.get("step")) is int for record in records):
-                return records
-        except ValueError:
-            pass
-    # A line is damaged.
-    return [record for record, _ in parse_records(block)[0]]
-
-
-def _fast_loads() -> Callable[[bytes], Any]:
-    """Returns orjson's parser if it is installed, which takes a sixth of the time, otherwise Python's."""
-    try:
-        import orjson
-    except ImportError:
-        return json.loads
-    return orjson.loads
 
 
 def _group_by_keys(records: Sequence[Record]) -> dict[tuple[str, ...], list[int]]:

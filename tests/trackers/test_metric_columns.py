@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lm_trainer.trackers import metric_columns
+from lm_trainer.trackers import json_lines
 from lm_trainer.trackers.metric_columns import read_metric_columns
 from lm_trainer.trackers.series import Series
 
@@ -47,9 +47,9 @@ def _curves_by_hand(lines: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
 @pytest.mark.parametrize("block_bytes", [1, 300, 1 << 20])
 @pytest.mark.parametrize("fast", [True, False])
 def test_columns_are_the_numbers_of_the_lines(tmp_path, monkeypatch, block_bytes: int, fast: bool) -> None:
-    monkeypatch.setattr(metric_columns, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(json_lines, "_BLOCK_BYTES", block_bytes)
     if not fast:
-        monkeypatch.setattr(metric_columns, "_fast_loads", lambda: json.loads)
+        monkeypatch.setattr(json_lines, "_fast_loads", lambda: json.loads)
     # Steps 2 and 3 are logged again, as after a restart from a checkpoint without the files of the run.
     lines = [*LINES, {**LINES[2], "train/loss": 2.5}, {**LINES[4], "train/loss": 2.25}]
     columns = read_metric_columns(_write(tmp_path, _encode(lines)))
