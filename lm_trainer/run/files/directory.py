@@ -228,6 +228,10 @@ class RunDirectory:
         write_atomically(self.path / "config.yaml", text)
         with staging_directory(self.checkpoints) as directory:
             write_atomically(directory / "config.yaml", text)
+        # Settings of a program of the user need not have a model.
+        for file in getattr(getattr(self.config, "model", None), "code_files", ()):
+            if file.is_file():
+                self.write_artifact(file.name, file)
 
     def write_artifact(self, name: str, artifact: Any) -> Path:
         """Writes text, bytes, a copy of a file or a JSON-serialisable value to `artifacts`/name. Returns the path."""
