@@ -5,6 +5,8 @@ Shape letters: B rows, S positions, D hidden dimension.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -35,11 +37,12 @@ class Block(nnx.Module):
         self.parallel, self.shared_norm = spec.parallel, spec.shared_norm
         axis = {"embed": dim}
         self.attention_pre_norm = make_norm(spec.pre_norm, axis, init=init)
-        self.attention = Attention(spec.attention, dim, init=init)
+        self.attention: Any = (spec.attention.module or Attention)(spec.attention, dim, init=init)
         self.attention_post_norm = make_norm(spec.post_norm, axis, init=init)
         self.mlp_pre_norm = make_norm(None if spec.shared_norm else spec.pre_norm, axis, init=init)
         mlp = spec.mlp
-        self.mlp = Moe(mlp, dim, init=init) if isinstance(mlp, MoeSpec) else Mlp(mlp, dim, init=init)
+        mlp_class: Any = Moe if isinstance(mlp, MoeSpec) else mlp.module or Mlp
+        self.mlp = mlp_class(mlp, dim, init=init)
         self.mlp_post_norm = make_norm(spec.post_norm, axis, init=init)
         self.cross = None if spec.cross is None else CrossAttention(spec.cross, dim, init=init)
         pre_norm, post_norm = (None, None) if spec.cross is None else (spec.pre_norm, spec.post_norm)

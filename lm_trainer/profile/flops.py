@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lm_trainer.nn.expert_spec import MoeSpec, SharedExpertSpec
+from lm_trainer.nn.own_part import count_part
 from lm_trainer.nn.spec import (
     AttentionSpec,
     BlockSpec,
@@ -27,7 +28,8 @@ class FlopsCount(NamedTuple):
     """
 
     qkv: int
-    """2 * hidden * (query + key + value heads) * head_dim, over all layers."""
+    """2 * hidden * (query + key + value heads) * head_dim, over all layers. A layer whose attention is a class of the
+    user counts 2 for each weight of a matrix here, and nothing in `attention_out`."""
     attention_out: int
     """2 * heads * head_dim * hidden, over all layers."""
     attention_product: int
@@ -81,13 +83,16 @@ def flops_per_token(spec: DecoderSpec, seq_len: int) -> FlopsCount:
     MFU is `flops_per_token(...).training * tokens per second / peak FLOP/s of all devices`.
     """
     attentions = [block.attention for block in spec.blocks]
+    projected = [attention for attention in attentions if attention.module is None]
+    replaced = [attention for attention in attentions if attention.module is not None]
     weighing = [] if spec.senses is None else [spec.senses.attention]
-    width = sum(a.num_heads * a.head_dim for a in attentions)
-    kv_width = sum(a.kv_heads * a.head_dim for a in attentions)
+    width = sum(a.num_heads * a.head_dim for a in projected)
+    kv_width = sum(a.kv_heads * a.head_dim for a in projected)
+    replaced_weights = sum(count_part(attention, spec.hidden_dim).matrices for attention in replaced)
     return FlopsCount(
-        qkv=2 * spec.hidden_dim * (width + 2 * kv_width),
+        qkv=2 * spec.hidden_dim * (width + 2 * kv_width) + 2 * replaced_weights,
         attention_out=2 * spec.hidden_dim * width,
-        attention_product=4 * seq_len * width,
+        attention_product=4 * seq_len * sum(a.num_heads * a.head_dim for a in attentions),
         attention_softmax=3 * seq_len * sum(a.num_heads for a in attentions + weighing),
         mlp=sum(2 * _num_active_weights(block.mlp, spec.hidden_dim) for block in spec.blocks),
         head=2 * spec.hidden_dim * spec.vocab_size,
@@ -285,6 +290,8 @@ def _block_parameters(block: BlockSpec, hidden: int) -> int:
 
 
 def _attention_parameters(spec: AttentionSpec, hidden: int) -> int:
+    if spec.module is not None:
+        return count_part(spec, hidden).total
     width, kv_width = spec.num_heads * spec.head_dim, spec.kv_heads * spec.head_dim
     # Query and output are hidden x width; key and value are hidden x kv_width.
     total = 2 * hidden * (width + kv_width)
@@ -303,6 +310,8 @@ def _mlp_parameters(spec: MlpSpec | MoeSpec, hidden: int) -> int:
         # A row of the router and the three matrices of each expert.
         experts = spec.num_experts * (hidden + 3 * hidden * spec.hidden_dim)
         return experts + spec.num_experts * spec.router.logit_bias + _num_shared_weights(spec.shared, hidden)
+    if spec.module is not None:
+        return count_part(spec, hidden).total
     # Up, down, and the optional gate.
     weights = (2 + spec.gated) * hidden * spec.hidden_dim
     biases = (1 + spec.gated) * spec.hidden_dim + hidden if spec.bias else 0
@@ -320,6 +329,8 @@ def _num_active_weights(spec: MlpSpec | MoeSpec, hidden: int) -> int:
     if isinstance(spec, MoeSpec):
         routed = spec.num_experts * hidden + spec.top_k * 3 * hidden * spec.hidden_dim
         return routed + _num_shared_weights(spec.shared, hidden)
+    if spec.module is not None:
+        return count_part(spec, hidden).matrices
     return (2 + spec.gated) * hidden * spec.hidden_dim
 
 

@@ -120,7 +120,8 @@ def _non_default_keys(config: RunConfig) -> dict[str, Any]:
     plain = RunConfig().model_dump(mode="json")
     for name in _SECTIONS:
         section = getattr(config, name)
-        plain[name] = type(section)().model_dump(mode="json")
+        # Not validated, because some types have keys without a default.
+        plain[name] = type(section).model_construct().model_dump(mode="json", warnings=False)
         plain[name].pop("type", None)
     return {key: new for key, (_, new) in changed_keys(plain, dumped).items() if key != "trainer.tracker"}
 

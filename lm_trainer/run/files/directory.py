@@ -236,6 +236,10 @@ class RunDirectory:
         write_atomically(self.path / "config.yaml", text)
         with staging_directory(self.checkpoints) as directory:
             write_atomically(directory / "config.yaml", text)
+        # Settings of a program of the user need not have a model.
+        for file in getattr(getattr(self.config, "model", None), "code_files", ()):
+            if file.is_file():
+                self.write_artifact(file.name, file)
 
     def set_branch(self, point: BranchPoint) -> None:
         """Records that the run is a branch. The directory must be entered, and the run must not have begun."""
