@@ -39,7 +39,8 @@ OTHER_NAMES = {
     "init": "a file that you copy: configs/gpt2_nano.yaml is the smallest",
     "slurm": "lmt launch slurm CONFIG",
     "torchrun": "lmt launch local CONFIG",
-    "sweep": "lmt ladder for sizes; one lmt train CONFIG KEY=VALUE for each setting otherwise",
+    "tune": "lmt sweep CONFIG KEY=VALUE,VALUE",
+    "grid": "lmt sweep CONFIG KEY=VALUE,VALUE",
     "version": "lmt --version",
     "help": "lmt --help",
 }

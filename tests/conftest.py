@@ -287,8 +287,8 @@ def make_hf_model(tmp_path_factory: pytest.TempPathFactory) -> MakeHfModel:
     """`make_hf_model("GPT2", **config)`: a tiny random transformers checkpoint and what it computes.
 
     The directory holds config.json, model.safetensors and reference.npz with input_ids [2, 48] and the float32
-    logits [2, 48, vocab] of the torch model. Norm gains, biases and saved buffers are random: a fresh initialisation has ones and
-    zeros there, which hides mistakes. Equal arguments give the same directory, built once in a session.
+    logits [2, 48, vocab] of the torch model. Norm gains, biases and saved buffers are random: a fresh initialisation
+    has ones and zeros there, which hides mistakes. Equal arguments give the same directory, built once in a session.
     """
     pytest.importorskip("torch")
     pytest.importorskip("transformers")

@@ -41,22 +41,28 @@ def _positions(family: Any) -> str:
         return "learned"
     kinds = {type(_positions_of(block.mixer)).__name__.removesuffix("Spec") for block in spec.blocks}
     some_absent = "NoneType" in kinds
-    (kind,) = kinds - {"NoneType"}
-    return {"Rope": "rotary", "Alibi": "ALiBi"}[kind] + (", not in every layer" if some_absent else "")
+    names = {"Rope": "rotary", "Alibi": "ALiBi"}
+    (kind,) = kinds - {"NoneType"} or {None}
+    return "none" if kind is None else names[kind] + (", not in every layer" if some_absent else "")
 
 
 def _positions_of(mixer: Any) -> Any:
     from lm_trainer.nn.mixer_spec import LatentSpec
 
-    return mixer.rope if isinstance(mixer, LatentSpec) else mixer.positions
+    return mixer.rope if isinstance(mixer, LatentSpec) else getattr(mixer, "positions", None)
 
 
 def _attention(family: Any) -> str:
-    from lm_trainer.nn.mixer_spec import LatentSpec, softmax_specs
+    from lm_trainer.nn.mixer_spec import DeltaSpec, LatentSpec, StateSpaceSpec, softmax_specs
 
+    kinds = {type(block.mixer) for block in _spec(family).blocks}
     attentions = softmax_specs(_spec(family).blocks)
     found = {
-        "latent": any(isinstance(block.mixer, LatentSpec) for block in _spec(family).blocks),
+        "none": not attentions,
+        "state-space model": StateSpaceSpec in kinds,
+        "Gated DeltaNet in some layers": DeltaSpec in kinds,
+        "latent": LatentSpec in kinds,
+        "gated": any(attention.gated for attention in attentions),
         "sliding window": any(attention.window for attention in attentions),
         "grouped heads": any(attention.kv_heads < attention.num_heads for attention in attentions),
         "query and key norm": any(attention.qk_norm for attention in attentions),
@@ -67,9 +73,14 @@ def _attention(family: Any) -> str:
 
 
 def _mlp(family: Any) -> str:
-    mlp = _spec(family).blocks[0].mlp
-    if _spec(family).num_routers:
-        return f"{mlp.num_experts} experts, {mlp.top_k} for each token"
+    # Imported when used, like all of the library here.
+    from lm_trainer.nn.expert_spec import MoeSpec
+
+    mlps = [block.mlp for block in _spec(family).blocks]
+    if mixtures := [mlp for mlp in mlps if isinstance(mlp, MoeSpec)]:
+        shared = ", and a shared one" if mixtures[0].shared else ""
+        return f"{mixtures[0].num_experts} experts, {mixtures[0].top_k} for each token{shared}"
+    mlp = mlps[0]
     activation = mlp.activation
     name = activation if isinstance(activation, str) else type(activation).__name__.removesuffix("Spec").lower()
     return f"gated {name}" if mlp.gated else name

@@ -11,6 +11,7 @@ from lm_trainer.models.arcee import ArceeConfig
 from lm_trainer.models.backpack import BackpackConfig
 from lm_trainer.models.base import DecoderConfig
 from lm_trainer.models.cohere import Cohere2Config
+from lm_trainer.models.custom import CustomConfig
 from lm_trainer.models.deepseek import DeepseekV2Config, DeepseekV3Config
 from lm_trainer.models.gemma import Gemma2Config, Gemma3Config, GemmaConfig
 from lm_trainer.models.glm import Glm4Config
@@ -37,7 +38,7 @@ from lm_trainer.models.smollm import SmolLm3Config
 from lm_trainer.models.starcoder import StarCoder2Config
 from lm_trainer.models.whisper import WhisperConfig
 
-AnyModel = Annotated[
+AnyFamily = (
     Gpt2Config
     | LlamaConfig
     | MistralConfig
@@ -71,20 +72,25 @@ AnyModel = Annotated[
     | Glm4MoeConfig
     | MptConfig
     | BackpackConfig
-    | WhisperConfig,
-    Field(discriminator="type"),
-]
-"""Type of the `model:` section; `type` selects the family."""
+    | WhisperConfig
+)
+"""The configuration of a model family."""
 
-MODEL_CONFIGS: tuple[type[DecoderConfig], ...] = get_args(get_args(AnyModel)[0])
+AnyModel = Annotated[AnyFamily | CustomConfig, Field(discriminator="type")]
+"""Type of the `model:` section; `type` selects the family, or code of the user."""
+
+MODEL_CONFIGS: tuple[type[DecoderConfig], ...] = get_args(AnyFamily)
+"""The classes of all families."""
 
 __all__ = [
     "MODEL_CONFIGS",
+    "AnyFamily",
     "AnyModel",
     "ApertusConfig",
     "ArceeConfig",
     "BackpackConfig",
     "Cohere2Config",
+    "CustomConfig",
     "DecoderConfig",
     "DeepseekV2Config",
     "DeepseekV3Config",

@@ -1,5 +1,5 @@
-"""Qwen3-Next (Qwen team 2025): Gated DeltaNet in three of four layers, gated attention in the others, zero-centred norms
-and a mixture of many small experts.
+"""Qwen3-Next (Qwen team 2025): Gated DeltaNet in three of four layers, gated attention in the others, zero-centred
+norms, and a mixture of many small experts.
 """
 
 from collections.abc import Mapping

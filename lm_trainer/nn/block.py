@@ -5,6 +5,8 @@ Shape letters: B rows, S positions, D hidden dimension.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -99,4 +101,5 @@ class Block(nnx.Module):
 def _make_mlp(spec: MlpSpec | MoeSpec | None, dim: int, *, init: Initializer) -> Mlp | Moe | None:
     if spec is None:
         return None
-    return Moe(spec, dim, init=init) if isinstance(spec, MoeSpec) else Mlp(spec, dim, init=init)
+    mlp_class: Any = Moe if isinstance(spec, MoeSpec) else spec.module or Mlp
+    return mlp_class(spec, dim, init=init)

@@ -48,4 +48,5 @@ _MODULES: Mapping[type, Any] = {
 
 def build_mixer(spec: Mixer, dim: int, *, init: Initializer) -> MixerModule:
     """Builds the mixer of a layer with a stream of `dim` dimensions."""
-    return _MODULES[type(spec)](spec, dim, init=init)
+    own = spec.module if isinstance(spec, AttentionSpec) else None
+    return (own or _MODULES[type(spec)])(spec, dim, init=init)

@@ -27,7 +27,9 @@ from lm_trainer.nn.read import read
 
 
 class RecurrenceInputs(NamedTuple):
-    """Inputs of a recurrence, float32. A position with a log decay of 0 and a key or value of 0 leaves the state as it is."""
+    """Inputs of a recurrence, float32. A position with a log decay of 0, and a key or value of 0, does not change the
+    state.
+    """
 
     q_BSGK: jax.Array
     k_BSGK: jax.Array

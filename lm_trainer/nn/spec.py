@@ -8,10 +8,13 @@ value that means "absent".
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from flax import nnx
+
     from lm_trainer.nn.mixer_spec import Mixer
 
 from lm_trainer.nn.expert_spec import MoeSpec
@@ -42,6 +45,11 @@ the named results."""
 Backend = Literal["xla", "cudnn", "splash", "ring", "auto"]
 """Attention backend; `auto` selects the fastest one that supports the spec. If devices share the positions of a row,
 `ring` passes keys and values from device to device, and the other backends gather them."""
+
+
+PartFactory = Callable[..., "nnx.Module"]
+"""A class that replaces a part of a layer: `module(spec, dim, init=init)` builds the part for a stream of width `dim`
+(an `lm_trainer.nn.init.Initializer` makes its parameters)."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +185,8 @@ class AttentionSpec:
     window: int | None = None
     """Number of positions visible to a query, including its own; None: its own and all earlier positions."""
     scores: ScoreSpec = ScoreSpec()
+    module: PartFactory | None = None
+    """Class that computes this sublayer; None: `lm_trainer.nn.attention.Attention`, whose calls it must accept."""
     value_dim: int | None = None
     """Size of value vectors; None: head_dim."""
     gated: bool = False
@@ -214,6 +224,8 @@ class MlpSpec:
     bias: bool = True
     gated: bool = False
     """Add a third matrix: the activation of its product multiplies the product of the first matrix (Shazeer 2020)."""
+    module: PartFactory | None = None
+    """Class that computes this sublayer; None: `lm_trainer.nn.mlp.Mlp`, whose calls it must accept."""
 
 
 @dataclass(frozen=True)

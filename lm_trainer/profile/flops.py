@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from lm_trainer.nn.expert_spec import MoeSpec, SharedExpertSpec
 from lm_trainer.nn.mixer_spec import softmax_specs
+from lm_trainer.nn.own_part import count_part
 from lm_trainer.nn.spec import (
     BlockSpec,
     DecoderSpec,
@@ -28,7 +29,8 @@ class FlopsCount(NamedTuple):
 
     qkv: int
     """2 * hidden * (query + key + value heads) * head_dim, over all layers. Mixers other than attention: their products
-    of the input with weights."""
+    of the input with weights. A layer whose attention is a class of the user counts 2 for each weight of a matrix here,
+    and nothing in `attention_out`."""
     attention_out: int
     """2 * heads * head_dim * hidden, over all layers."""
     attention_product: int
@@ -295,6 +297,8 @@ def _mlp_parameters(spec: MlpSpec | MoeSpec | None, hidden: int) -> int:
         # A row of the router and the three matrices of each expert.
         experts = spec.num_experts * (hidden + 3 * hidden * spec.hidden_dim)
         return experts + spec.num_experts * spec.router.logit_bias + _num_shared_weights(spec.shared, hidden)
+    if spec.module is not None:
+        return count_part(spec, hidden).total
     # Up, down, and the optional gate.
     weights = (2 + spec.gated) * hidden * spec.hidden_dim
     biases = (1 + spec.gated) * spec.hidden_dim + hidden if spec.bias else 0
@@ -312,7 +316,11 @@ def _num_active_weights(spec: MlpSpec | MoeSpec | None, hidden: int) -> int:
     if isinstance(spec, MoeSpec):
         routed = spec.num_experts * hidden + spec.top_k * 3 * hidden * spec.hidden_dim
         return routed + _num_shared_weights(spec.shared, hidden)
-    return 0 if spec is None else (2 + spec.gated) * hidden * spec.hidden_dim
+    if spec is None:
+        return 0
+    if spec.module is not None:
+        return count_part(spec, hidden).matrices
+    return (2 + spec.gated) * hidden * spec.hidden_dim
 
 
 def _num_shared_weights(spec: SharedExpertSpec | None, hidden: int) -> int:

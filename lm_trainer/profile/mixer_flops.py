@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lm_trainer.nn.mixer_spec import DeltaSpec, LatentSpec, Mixer, StateSpaceSpec
+from lm_trainer.nn.own_part import count_part
 from lm_trainer.nn.spec import AttentionSpec, NormSpec
 
 
@@ -38,6 +39,9 @@ def count_mixer(spec: Mixer, hidden: int, seq_len: int) -> MixerCount:
 def _count_attention(spec: AttentionSpec, hidden: int, seq_len: int) -> MixerCount:
     heads, kv_heads = spec.num_heads, spec.kv_heads
     width, kv_width = heads * spec.head_dim, kv_heads * spec.head_dim
+    if spec.module is not None:
+        part = count_part(spec, hidden)
+        return MixerCount(2 * part.matrices, 0, 4 * seq_len * width, 3 * seq_len * heads, part.total)
     value_width, kv_value_width = heads * spec.value_size, kv_heads * spec.value_size
     weights = hidden * (width * (1 + spec.gated) + kv_width + kv_value_width)
     parameters = weights + hidden * value_width + spec.out_bias * hidden

@@ -1,9 +1,8 @@
 """Every family trains to the same bits on one device and on several, with dropout where it has any.
 
-Four are compared on eight devices, with dropout, with experts, with latent attention and with a recurrence, the others on
-two. Families without a part of
-their own are compared among the exhaustive tests, and so are on eight devices those that bring most parts, with all
-parameters and with those of one layer gathered at a time.
+Four are compared on eight devices, with dropout, with experts, with latent attention and with a recurrence, the others
+on two. Families without a part of their own are compared among the exhaustive tests, and so are on eight devices those
+that bring most parts, with all parameters and with those of one layer gathered at a time.
 """
 
 from __future__ import annotations
