@@ -58,9 +58,13 @@ def _attention(family: Any) -> str:
 
 
 def _mlp(family: Any) -> str:
-    mlp = _spec(family).blocks[0].mlp
+    blocks = _spec(family).blocks
+    mlp = blocks[0].mlp
     if _spec(family).num_routers:
-        return f"{mlp.num_experts} experts, {mlp.top_k} for each token"
+        # The first layers may have no experts.
+        experts = next(block.mlp for block in blocks if block.has_experts)
+        shared = " and one for all" if experts.shared else ""
+        return f"{experts.num_experts} experts, {experts.top_k} for each token{shared}"
     activation = mlp.activation
     name = activation if isinstance(activation, str) else type(activation).__name__.removesuffix("Spec").lower()
     return f"gated {name}" if mlp.gated else name

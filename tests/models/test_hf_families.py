@@ -287,6 +287,28 @@ def test_import_and_export_lose_nothing(make_hf_model, name, tmp_path):
     assert np.abs(logits - reference["logits"]).max() <= 1e-6
 
 
+@pytest.mark.slow
+def test_a_selection_bias_selects_as_in_transformers(make_hf_model, tmp_path):
+    import torch
+    import transformers
+
+    directory = build(make_hf_model, "glm4_moe")
+    raw, tensors = read(directory)
+    rng = np.random.default_rng(0)
+    biases = {name: x for name, x in tensors.items() if name.endswith("e_score_correction_bias")}
+    assert len(biases) == 2
+    tensors |= {name: rng.normal(0.0, 0.5, x.shape).astype(np.float32) for name, x in biases.items()}
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded: Any = transformers.Glm4MoeForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    reference = np.load(directory / "reference.npz")
+    with torch.no_grad():
+        logits = loaded.float().eval()(torch.from_numpy(reference["input_ids"])).logits.numpy()
+    assert np.abs(logits - reference["logits"]).max() > 1e-3
+    config, vocab_size = hf.config_from_hf(raw)
+    assert np.abs(our_logits(config, vocab_size, tensors, reference["input_ids"]) - logits).max() <= 1e-4
+
+
 def test_constants_in_a_file_are_checked(make_hf_model):
     raw, tensors = read(build(make_hf_model, "apertus"))
     config, vocab_size = hf.config_from_hf(raw)
