@@ -240,9 +240,9 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
          "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "num_hidden_layers": 3,
          "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},
         [{"num_experts_per_tok": 1}, {"norm_topk_prob": False}, {"first_k_dense_replace": 2},
-         {"n_group": 1, "topk_group": 1},
-         {"routed_scaling_factor": 1.0}, {"n_shared_experts": 2}, {"use_qk_norm": True}, {"attention_bias": True},
-         {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}}, {"topk_group": 1}],
+         {"n_group": 1, "topk_group": 1}, {"topk_group": 1}, {"routed_scaling_factor": 1.0}, {"n_shared_experts": 2},
+         {"use_qk_norm": True}, {"attention_bias": True},
+         {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}}],
     ),
     "mpt": (
         "Mpt",
@@ -335,6 +335,28 @@ def test_import_and_export_lose_nothing(make_hf_model, name, tmp_path):
     with torch.no_grad():
         logits = model.float().eval()(torch.from_numpy(reference["input_ids"])).logits.numpy()
     assert np.abs(logits - reference["logits"]).max() <= 1e-6
+
+
+@pytest.mark.slow
+def test_a_selection_bias_selects_as_in_transformers(make_hf_model, tmp_path):
+    import torch
+    import transformers
+
+    directory = build(make_hf_model, "glm4_moe")
+    raw, tensors = read(directory)
+    rng = np.random.default_rng(0)
+    biases = {name: x for name, x in tensors.items() if name.endswith("e_score_correction_bias")}
+    assert len(biases) == 2
+    tensors |= {name: rng.normal(0.0, 0.5, x.shape).astype(np.float32) for name, x in biases.items()}
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded: Any = transformers.Glm4MoeForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    reference = np.load(directory / "reference.npz")
+    with torch.no_grad():
+        logits = loaded.float().eval()(torch.from_numpy(reference["input_ids"])).logits.numpy()
+    assert np.abs(logits - reference["logits"]).max() > 1e-3
+    config, vocab_size = hf.config_from_hf(raw)
+    assert np.abs(our_logits(config, vocab_size, tensors, reference["input_ids"]) - logits).max() <= 1e-4
 
 
 def test_constants_in_a_file_are_checked(make_hf_model):
