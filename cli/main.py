@@ -7,6 +7,7 @@ from typer.core import TyperGroup
 
 from cli import (
     bench,
+    branch,
     chat,
     clean,
     config,
@@ -102,6 +103,7 @@ TRAIN, LOOK, MODELS, DATA = "Train", "Look at runs and configurations", "Use mod
 """Headings of the groups of commands in `lmt --help`, in their order."""
 
 app.command(context_settings=OVERRIDES, rich_help_panel=TRAIN)(train.train)
+app.command(context_settings=OVERRIDES, rich_help_panel=TRAIN)(branch.branch)
 app.command(context_settings=OVERRIDES, rich_help_panel=TRAIN)(sweep.sweep)
 app.command(context_settings=OVERRIDES, rich_help_panel=TRAIN)(plan.plan)
 app.add_typer(ladder.app, name="ladder", rich_help_panel=TRAIN)

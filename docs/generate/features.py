@@ -58,9 +58,14 @@ def _attention(family: Any) -> str:
 
 
 def _mlp(family: Any) -> str:
-    mlp = _spec(family).blocks[0].mlp
-    if _spec(family).num_routers:
-        return f"{mlp.num_experts} experts, {mlp.top_k} for each token"
+    # Imported when used, like all of the library here.
+    from lm_trainer.nn.expert_spec import MoeSpec
+
+    mlps = [block.mlp for block in _spec(family).blocks]
+    if mixtures := [mlp for mlp in mlps if isinstance(mlp, MoeSpec)]:
+        shared = ", and a shared one" if mixtures[0].shared else ""
+        return f"{mixtures[0].num_experts} experts, {mixtures[0].top_k} for each token{shared}"
+    mlp = mlps[0]
     activation = mlp.activation
     name = activation if isinstance(activation, str) else type(activation).__name__.removesuffix("Spec").lower()
     return f"gated {name}" if mlp.gated else name

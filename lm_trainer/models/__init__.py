@@ -14,6 +14,7 @@ from lm_trainer.models.cohere import Cohere2Config
 from lm_trainer.models.custom import CustomConfig
 from lm_trainer.models.gemma import Gemma2Config, Gemma3Config, GemmaConfig
 from lm_trainer.models.glm import Glm4Config
+from lm_trainer.models.glm_moe import Glm4MoeConfig
 from lm_trainer.models.gpt2 import Gpt2Config
 from lm_trainer.models.granite import GraniteConfig
 from lm_trainer.models.llama import LlamaConfig
@@ -23,8 +24,10 @@ from lm_trainer.models.mpt import MptConfig
 from lm_trainer.models.nanochat import NanochatConfig
 from lm_trainer.models.neox import GptNeoxConfig
 from lm_trainer.models.olmo import Olmo2Config, Olmo3Config
+from lm_trainer.models.olmoe import OlmoeConfig
 from lm_trainer.models.phi import Phi3Config
 from lm_trainer.models.qwen import Qwen2Config, Qwen3Config
+from lm_trainer.models.qwen2_moe import Qwen2MoeConfig
 from lm_trainer.models.qwen_moe import Qwen3MoeConfig
 from lm_trainer.models.seed_oss import SeedOssConfig
 from lm_trainer.models.smollm import SmolLm3Config
@@ -55,6 +58,9 @@ AnyFamily = (
     | GptNeoxConfig
     | MixtralConfig
     | Qwen3MoeConfig
+    | Qwen2MoeConfig
+    | OlmoeConfig
+    | Glm4MoeConfig
     | MptConfig
     | BackpackConfig
     | WhisperConfig
@@ -81,6 +87,7 @@ __all__ = [
     "Gemma3Config",
     "GemmaConfig",
     "Glm4Config",
+    "Glm4MoeConfig",
     "Gpt2Config",
     "GptNeoxConfig",
     "GraniteConfig",
@@ -91,8 +98,10 @@ __all__ = [
     "NanochatConfig",
     "Olmo2Config",
     "Olmo3Config",
+    "OlmoeConfig",
     "Phi3Config",
     "Qwen2Config",
+    "Qwen2MoeConfig",
     "Qwen3Config",
     "Qwen3MoeConfig",
     "SeedOssConfig",

@@ -120,6 +120,9 @@ class DecoderConfig(Config):
     """The family's Hugging Face format."""
     frozen_params: ClassVar[frozenset[str]] = frozenset()
     """Dotted names of parameters that are never trained."""
+    newer_fields: ClassVar[frozenset[str]] = frozenset()
+    """Settings that the family got after its first release. At their defaults they are left out of the hash of a
+    configuration, which stays the same."""
     own_code: ClassVar[bool] = False
     """True if the configuration names code of the user, which building the model runs."""
 

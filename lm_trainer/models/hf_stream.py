@@ -34,18 +34,19 @@ class SourceSlice(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.entry.parts[self.position].leaf.part_shape
+        return self.entry.parts[self.position].shape
 
     @property
     def _merged_dim(self) -> int | None:
         """Dimension of the heads, which the file merges with head_size; None without heads."""
-        axes = self.entry.parts[self.position].leaf.part_axes
+        axes = self.entry.parts[self.position].axes
         return next((dim for dim in range(len(axes) - 1) if axes[dim : dim + 2] in _HEADS), None)
 
     @property
     def outermost_dim(self) -> int:
         """Dimension here that is outermost in the file, where a block that is thin along it is one contiguous range."""
-        if not self.entry.table.transposed:
+        axes = self.entry.parts[self.position].axes
+        if not self.entry.table.transposed or axes[0] == "experts":
             return 0
         last = len(self.shape) - 1
         return last - 1 if self._merged_dim == last - 1 else last
@@ -64,11 +65,13 @@ class SourceSlice(NamedTuple):
                 region.append(bounds)
         if not interleaved:
             # Concatenated: this part starts after all previous parts.
-            offset = sum(part.leaf.file_shape[-1] for part in self.entry.parts[: self.position])
+            offset = sum(part.file_shape[-1] for part in self.entry.parts[: self.position])
             region[-1] = slice(region[-1].start + offset, region[-1].stop + offset)
         transposed = self.entry.table.transposed
-        x = read(self.tensor, tuple(region[::-1] if transposed else region))
-        x = x.T if transposed else x
+        # Only the last two dimensions of the tensors of all experts are exchanged.
+        swapped = transposed and len(region) > 1
+        x = read(self.tensor, (*region[:-2], region[-1], region[-2]) if swapped else tuple(region))
+        x = np.swapaxes(x, -1, -2) if swapped else x
         if interleaved:
             x = x.reshape(*x.shape[:-1], -1, parts, size)[..., self.position, :]
         elif merged_dim is not None:

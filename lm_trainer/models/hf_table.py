@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.models.hf_param import ParamInfo, ParamSlice
 
 MAX_PROBLEMS = 12
 
@@ -37,7 +38,8 @@ class HfField:
 
 @dataclass(frozen=True)
 class HfTensor:
-    """A tensor of the file, or one tensor per layer (`{}` is the layer) and per expert (`{expert}`).
+    """A tensor of the file, or one tensor per layer (`{}` is the layer) and per expert (`{expert}`; without it, the
+    tensor contains all experts of a layer).
 
     Several of our parameters are concatenated along the last dimension, in order. A layer without these parameters has
     no such tensor.
@@ -100,53 +102,6 @@ class NoHfFormat:
     reason: str
 
 
-@dataclass(frozen=True)
-class ParamInfo:
-    """Shape and logical axes of one parameter, including its `layers` axis if it has one."""
-
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]
-
-    @property
-    def stacked(self) -> bool:
-        return self.axes[0] == "layers"
-
-    @property
-    def experts(self) -> int:
-        """Number of experts in each layer; 0 if the parameter has no such axis."""
-        return self.shape[self.stacked] if self.axes[self.stacked] == "experts" else 0
-
-    @property
-    def part_axes(self) -> tuple[str, ...]:
-        """Axes of the part of the parameter that belongs to one layer and one expert."""
-        return self.axes[self.stacked + (self.experts > 0) :]
-
-    @property
-    def part_shape(self) -> tuple[int, ...]:
-        return self.shape[len(self.shape) - len(self.part_axes) :]
-
-    @property
-    def file_shape(self) -> tuple[int, ...]:
-        """`part_shape` with (heads, head_size) merged into one dimension."""
-        merged: list[int] = []
-        axes = self.part_axes
-        for size, axis, previous in zip(self.part_shape, axes, ("", *axes), strict=False):
-            if axis == "head_size" and previous in ("heads", "kv_heads"):
-                merged[-1] *= size
-            else:
-                merged.append(size)
-        return tuple(merged)
-
-
-class ParamSlice(NamedTuple):
-    """A slice of one of our parameters."""
-
-    path: str
-    index: tuple[int, ...]
-    """Indices of the layer and the expert, if the parameter has these axes."""
-    leaf: ParamInfo
-
-
 class FileTensor(NamedTuple):
     """A tensor of the file, and the slices of our parameters that it contains."""
 
@@ -156,22 +111,22 @@ class FileTensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shapes = [part.leaf.file_shape for part in self.parts]
+        shapes = [part.file_shape for part in self.parts]
         shape = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
-        return shape[::-1] if self.table.transposed else shape
+        return (*shape[:-2], *shape[:-3:-1]) if self.table.transposed else shape
 
     def split(self, tensor: np.ndarray) -> list[np.ndarray]:
         """Splits a tensor of the file into its parts, in our shapes."""
-        x = tensor.T if self.table.transposed else tensor
+        x = self._transpose(tensor)
         if self.table.interleaved:
             # In the file, the query, key and value of each head are next to each other.
-            size = self.parts[0].leaf.part_shape[-1]
+            size = self.parts[0].shape[-1]
             heads = x.reshape(*x.shape[:-1], -1, len(self.parts), size)
             pieces = [heads[..., i, :] for i in range(len(self.parts))]
         else:
-            ends = np.cumsum([part.leaf.file_shape[-1] for part in self.parts])[:-1]
+            ends = np.cumsum([part.file_shape[-1] for part in self.parts])[:-1]
             pieces = np.split(x, ends, axis=-1)
-        return [piece.reshape(part.leaf.part_shape) for piece, part in zip(pieces, self.parts, strict=True)]
+        return [piece.reshape(part.shape) for piece, part in zip(pieces, self.parts, strict=True)]
 
     def join(self, pieces: list[np.ndarray]) -> np.ndarray:
         """Joins parts to a C-contiguous tensor of the file; the inverse of `split`."""
@@ -179,9 +134,13 @@ class FileTensor(NamedTuple):
             stacked = np.stack(pieces, axis=-2)
             joined = stacked.reshape(*stacked.shape[:-3], -1)
         else:
-            flat = [piece.reshape(part.leaf.file_shape) for piece, part in zip(pieces, self.parts, strict=True)]
+            flat = [piece.reshape(part.file_shape) for piece, part in zip(pieces, self.parts, strict=True)]
             joined = np.concatenate(flat, axis=-1) if len(flat) > 1 else flat[0]
-        return np.ascontiguousarray(joined.T if self.table.transposed else joined)
+        return np.ascontiguousarray(self._transpose(joined))
+
+    def _transpose(self, x: np.ndarray) -> np.ndarray:
+        """Exchanges inputs and outputs of a tensor, or of the matrix of each expert, if the file has them swapped."""
+        return np.swapaxes(x, -1, -2) if self.table.transposed and x.ndim > 1 else x
 
 
 @dataclass(frozen=True)
@@ -424,7 +383,7 @@ def match_names(
         name_without_prefix = name.removeprefix(family.prefix)
         if name_without_prefix in names:
             problems.append(f"{names[name_without_prefix]} and {name} are the same tensor")
-        if not ignored.fullmatch(name_without_prefix):
+        if name_without_prefix in expected or not ignored.fullmatch(name_without_prefix):
             names[name_without_prefix] = name
     # A separate head is an expected tensor. A copy of the embedding is not.
     repeated = {

@@ -173,11 +173,11 @@ class Attention(nnx.Module):
         self, x_BSD: jax.Array, positions_BS: jax.Array, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         q_BSNH, k_BSKH, v_BSKH = (linear(x_BSD, key=key) for linear in (self.q, self.k, self.v))
-        if (limit := self.spec.clip) is not None:
-            q_BSNH, k_BSKH, v_BSKH = (jnp.clip(x, -limit, limit) for x in (q_BSNH, k_BSKH, v_BSKH))
         # Norms before rotations: a norm has a different gain for each of the two dimensions that a rotation mixes.
         if self.q_norm is not None and self.k_norm is not None:
             q_BSNH, k_BSKH = self.q_norm(q_BSNH), self.k_norm(k_BSKH)
+        if (limit := self.spec.clip) is not None:
+            q_BSNH, k_BSKH, v_BSKH = (jnp.clip(x, -limit, limit) for x in (q_BSNH, k_BSKH, v_BSKH))
         if isinstance(self.spec.positions, RopeSpec):
             q_BSNH = apply_rope(self.spec.positions, q_BSNH, positions_BS)
             k_BSKH = apply_rope(self.spec.positions, k_BSKH, positions_BS)

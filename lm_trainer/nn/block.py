@@ -14,12 +14,14 @@ from jax.ad_checkpoint import checkpoint_name
 from lm_trainer.nn.attention import Attention, ForwardContext
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.cross_attention import CrossAttention
+from lm_trainer.nn.expert_spec import MoeSpec
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import dropout
 from lm_trainer.nn.mlp import Mlp
-from lm_trainer.nn.moe import Moe, RouterStats
+from lm_trainer.nn.moe import Moe
 from lm_trainer.nn.norm import make_norm
-from lm_trainer.nn.spec import BlockSpec, MoeSpec
+from lm_trainer.nn.router import RouterStats
+from lm_trainer.nn.spec import BlockSpec
 
 
 class Block(nnx.Module):

@@ -19,11 +19,11 @@ from lm_trainer.nn.attention_dispatch import uses_ring
 from lm_trainer.nn.cache import KvCache, SplitKvCache
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import dropout
-from lm_trainer.nn.moe import RouterStats
 from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.pipeline import run_stages
 from lm_trainer.nn.read import read
 from lm_trainer.nn.ring_layout import from_zigzag, to_zigzag
+from lm_trainer.nn.router import RouterStats
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.nn.stack import build_blocks, run_blocks
 from lm_trainer.parallel.collectives import axis_size

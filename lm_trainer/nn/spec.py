@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from flax import nnx
 
+from lm_trainer.nn.expert_spec import MoeSpec
+
 Activation = Literal["gelu", "gelu_new", "relu", "silu", "quick_gelu", "tanh", "relu2"]
 """`gelu` is the exact form, `gelu_new` its tanh approximation, `quick_gelu` its sigmoid approximation; `relu2` is the
 square of `relu` (So et al. 2021)."""
@@ -177,7 +179,7 @@ class AttentionSpec:
     positions: RopeSpec | AlibiSpec | None = None
     qk_norm: QkNormSpec | None = None
     clip: float | None = None
-    """Bound of the absolute values of queries, keys and values."""
+    """Bound of the absolute values of queries, keys and values, after their normalization."""
     window: int | None = None
     """Number of positions visible to a query, including its own; None: its own and all earlier positions."""
     scores: ScoreSpec = ScoreSpec()
@@ -213,28 +215,6 @@ class MlpSpec:
     """Add a third matrix: the activation of its product multiplies the product of the first matrix (Shazeer 2020)."""
     module: PartFactory | None = None
     """Class that computes this sublayer; None: `lm_trainer.nn.mlp.Mlp`, whose calls it must accept."""
-
-
-@dataclass(frozen=True)
-class MoeSpec:
-    """Mixture of experts: gated MLPs without biases. For each token a router selects a few of them (Shazeer et al.
-    2017).
-    """
-
-    hidden_dim: int
-    """Hidden dimension of one expert."""
-    num_experts: int
-    top_k: int
-    """Number of experts per token."""
-    activation: Activation = "silu"
-    renormalize: bool = True
-    """Normalize the weights of a token's experts so that they sum to 1."""
-    balance_coef: float = 0.0
-    """Coefficient of the load-balancing loss, which is a mean over layers."""
-    z_coef: float = 0.0
-    """Coefficient of the penalty for large router logits, which is a mean over layers."""
-    dense: bool | None = None
-    """Compute every expert for every token, not only the selected experts; None: if that takes fewer operations."""
 
 
 @dataclass(frozen=True)

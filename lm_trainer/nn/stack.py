@@ -21,8 +21,8 @@ from lm_trainer.nn.attention_kernel import RESIDUAL
 from lm_trainer.nn.block import Block
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.init import Initializer, build_stacked
-from lm_trainer.nn.moe import RouterStats, zero_router_stats
 from lm_trainer.nn.read import is_gathering, saves_all_but_gathered
+from lm_trainer.nn.router import RouterStats, zero_router_stats
 from lm_trainer.nn.spec import DecoderSpec, OffloadPolicy, Remat
 
 # Results of kernels that contain matrix products; without these names, a policy would run the kernels twice.

@@ -12,11 +12,11 @@ from jax.sharding import NamedSharding
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.ring_layout import RingLayout
-from lm_trainer.nn.spec import MoeSpec
 from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
 from lm_trainer.parallel.rehearsal import on_one_shard
 from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.profile.devices import device_platform
+from lm_trainer.profile.expert_kernels import active_mlp_width, expert_copies
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.model import trace_model
@@ -188,8 +188,8 @@ def estimate_temporary(
     width, kv_width = attention.num_heads * attention.head_dim, attention.kv_heads * attention.head_dim
     # Counts for each token of a block: eight arrays as wide as the model (residuals, norms, inputs and outputs of
     # attention and MLP), three as wide as the MLP (gate, up, their product), and query, key, value and output.
-    mlp_width = mlp.hidden_dim * (mlp.top_k if isinstance(mlp, MoeSpec) else 1)
-    inside = 8 * spec.hidden_dim + (3 * mlp_width + 4 * width) // tensor
+    mlp_width = active_mlp_width(mlp)
+    inside = 8 * spec.hidden_dim + expert_copies(mlp, spec.hidden_dim) + (3 * mlp_width + 4 * width) // tensor
     # Counts only the results of products with weights.
     products = 2 * spec.hidden_dim + (2 * mlp_width + width + 2 * kv_width) // tensor
     # Scores of the current layer before and after the softmax, in float32, and also in the dtype of products if it

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lm_trainer.nn.spec import BlockSpec, MoeSpec, RopeSpec
+from lm_trainer.nn.expert_spec import MoeSpec
+from lm_trainer.nn.spec import BlockSpec, RopeSpec
 from lm_trainer.plan.gpu_target import compute_capability
 from lm_trainer.plan.layout_work import LayoutWork
 from lm_trainer.profile.devices import device_platform
@@ -113,5 +114,6 @@ def _activation_values(block: BlockSpec, work: LayoutWork, *, of_gradient: bool)
     passes = 2 * inputs + 2 if of_gradient else inputs + 1
     if isinstance(mlp, MoeSpec):
         # Each selected expert also reads a copy of the token and writes a part of the sum.
-        return mlp.top_k * (passes * mlp.hidden_dim + 4 * work.spec.hidden_dim) / work.tensor
+        values = mlp.top_k * (passes * mlp.hidden_dim + 4 * work.spec.hidden_dim)
+        return (values + (0 if mlp.shared is None else passes * mlp.shared.hidden_dim)) / work.tensor
     return passes * mlp.hidden_dim / work.tensor

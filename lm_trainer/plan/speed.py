@@ -16,6 +16,7 @@ from lm_trainer.plan.machine import Machine
 from lm_trainer.plan.memory_traffic import microbatch_bytes, update_bytes, weight_bytes
 from lm_trainer.profile.attention_kernels import computed_share, kernel_block, visible_share
 from lm_trainer.profile.devices import device_platform
+from lm_trainer.profile.expert_kernels import unneeded_expert_flops
 from lm_trainer.profile.flops import flops_per_token, ring_score_fraction
 
 _BACKWARD_PRODUCTS = 5 / 2
@@ -77,6 +78,7 @@ def _product_seconds(work: LayoutWork, machine: Machine) -> tuple[float, float]:
     divided = (forward - count.head) / work.tensor + count.head / work.head_shards
     # The FLOPs of a step contain three times the scores, also if only adapters are trained.
     training = (work.training_flops - 3 * scores) * divided / forward
+    training += unneeded_expert_flops(work.spec, device_platform(machine.kind)) / work.tensor
     repeated = work.recomputation.products / work.tensor
     # Products of few tokens wait for their weights.
     needed = max(work.tokens * training / machine.product_rate, weight_bytes(work) / machine.memory_rate)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from lm_trainer.nn.expert_spec import MoeSpec, SharedExpertSpec
 from lm_trainer.nn.own_part import count_part
 from lm_trainer.nn.spec import (
     AttentionSpec,
     BlockSpec,
     DecoderSpec,
     MlpSpec,
-    MoeSpec,
     NormSpec,
     OffloadPolicy,
     SenseSpec,
@@ -231,11 +231,15 @@ def _count_block_flops(block: BlockSpec, spec: DecoderSpec, seq_len: int) -> Flo
 
 def _grouped_product_flops(mlp: MlpSpec | MoeSpec, hidden: int) -> int:
     """FLOPs of experts in grouped products, whose results JAX's remat policies for products do not store."""
-    return 2 * mlp.top_k * 3 * hidden * mlp.hidden_dim if isinstance(mlp, MoeSpec) and not mlp.dense else 0
+    if not isinstance(mlp, MoeSpec) or mlp.kernel == "dense":
+        return 0
+    return 2 * mlp.top_k * 3 * hidden * mlp.hidden_dim
 
 
 def _num_last_weights(mlp: MlpSpec | MoeSpec, hidden: int) -> int:
-    return hidden * mlp.hidden_dim * (mlp.top_k if isinstance(mlp, MoeSpec) else 1)
+    if isinstance(mlp, MoeSpec):
+        return hidden * (mlp.hidden_dim * mlp.top_k + (0 if mlp.shared is None else mlp.shared.hidden_dim))
+    return hidden * mlp.hidden_dim
 
 
 def _sense_flops(spec: SenseSpec, hidden: int, seq_len: int) -> int:
@@ -247,7 +251,10 @@ def _sense_flops(spec: SenseSpec, hidden: int, seq_len: int) -> int:
 
 
 def parameter_count(spec: DecoderSpec) -> int:
-    """Returns the number of parameters; a head tied to the token embedding is not counted twice."""
+    """Returns the number of parameters; a head tied to the token embedding is not counted twice.
+
+    Values that a router sets from the load of its experts are not counted, because no gradient trains them.
+    """
     positions = spec.num_positions if spec.embedding.learned_positions else 0
     # Rows of size hidden_dim: token embedding, learned positions, and an untied head.
     rows = spec.vocab_size + positions + (0 if spec.head.tied else spec.vocab_size)
@@ -301,7 +308,8 @@ def _attention_parameters(spec: AttentionSpec, hidden: int) -> int:
 def _mlp_parameters(spec: MlpSpec | MoeSpec, hidden: int) -> int:
     if isinstance(spec, MoeSpec):
         # A row of the router and the three matrices of each expert.
-        return spec.num_experts * (hidden + 3 * hidden * spec.hidden_dim)
+        experts = spec.num_experts * (hidden + 3 * hidden * spec.hidden_dim)
+        return experts + spec.num_experts * spec.router.logit_bias + _num_shared_weights(spec.shared, hidden)
     if spec.module is not None:
         return count_part(spec, hidden).total
     # Up, down, and the optional gate.
@@ -315,12 +323,19 @@ def _activation_parameters(spec: MlpSpec) -> int:
 
 
 def _num_active_weights(spec: MlpSpec | MoeSpec, hidden: int) -> int:
-    """Returns the number of weights used per token; with experts, counts the router and the selected experts."""
+    """Returns the number of weights used per token; with experts, counts the router, the selected experts and the
+    shared expert.
+    """
     if isinstance(spec, MoeSpec):
-        return spec.num_experts * hidden + spec.top_k * 3 * hidden * spec.hidden_dim
+        routed = spec.num_experts * hidden + spec.top_k * 3 * hidden * spec.hidden_dim
+        return routed + _num_shared_weights(spec.shared, hidden)
     if spec.module is not None:
         return count_part(spec, hidden).matrices
     return (2 + spec.gated) * hidden * spec.hidden_dim
+
+
+def _num_shared_weights(spec: SharedExpertSpec | None, hidden: int) -> int:
+    return 0 if spec is None else 3 * hidden * spec.hidden_dim + hidden * spec.gated
 
 
 def _norm_parameters(norm: NormSpec | None, size: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.html_page import render_page
 from lm_trainer.report.comparison import compare_runs_in_table
+from lm_trainer.report.difference import compute_loss_difference
 from lm_trainer.report.downsample import downsample
 from lm_trainer.report.run import ReportedRun, format_utc_now
 from lm_trainer.report.saved import compute_token_savings
@@ -88,6 +90,7 @@ def _run_content(run: ReportedRun) -> dict[str, Any]:
         "step": run.step,
         "steps": run.steps,
         "path": str(run.path),
+        "branch": None if run.branch is None else f"branch of {run.branch.parent}, from step {run.branch.step}",
         "changes": {key: json.dumps(value, ensure_ascii=False) for key, value in run.changes.items()},
         "attempts": list(run.attempts),
         "alerts": [{"step": a.step, "kind": a.kind, "message": a.message} for a in run.alerts],
@@ -188,6 +191,9 @@ def _compare_pair(first: ReportedRun, other: ReportedRun) -> dict[str, Any]:
             if parting is None
             else f"part at step {parting.step}"
         )
+        if comparison.shared is not None:
+            content["bits"] += f"; steps up to {comparison.shared} are shared"
+            content["difference"] = _describe_difference(first, other, comparison.shared)
         content["causes"] = [
             line for kind, lines in comparison.causes.items() if kind != "configuration" for line in lines
         ]
@@ -201,6 +207,12 @@ def _compare_pair(first: ReportedRun, other: ReportedRun) -> dict[str, Any]:
             "interval": list(saved.interval),
         }
     return content
+
+
+def _describe_difference(first: ReportedRun, other: ReportedRun, shared: int) -> dict[str, Any] | None:
+    """Returns the difference of the training losses after the shared steps; None with too few points."""
+    difference = compute_loss_difference(other, first, shared)
+    return None if difference is None else asdict(difference)
 
 
 def _token_page(runs: Sequence[ReportedRun]) -> dict[str, str] | None:

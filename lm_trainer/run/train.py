@@ -32,7 +32,7 @@ from lm_trainer.run.sample import draw_sample
 from lm_trainer.run.start.attempt import Attempt, open_attempt
 from lm_trainer.run.summary import Summary
 from lm_trainer.run.training.batches import batches_from
-from lm_trainer.run.training.data_notes import BuildWatch, describe_build, empty_rows_note
+from lm_trainer.run.training.data_notes import BuildWatch, describe_build, row_notes
 from lm_trainer.run.training.evaluations import name_eval_sets
 from lm_trainer.run.training.hf_exports import HfExports, check_exports
 from lm_trainer.run.training.loop import train_to_end
@@ -255,7 +255,7 @@ def _report_setup(config: RunConfig, vocab_size: int, model: ModelDef, data: Dat
     )
     if so_far:
         progress.note(describe_build(data))
-    if note := empty_rows_note(config, data):
+    for note in row_notes(config, data):
         progress.note(note)
     for note in schedule_notes(config):
         progress.note(note)

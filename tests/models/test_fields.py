@@ -57,6 +57,9 @@ OTHER: dict[str, Any] = {
     "mlp_only_layers": (1,),
     "layers_without_rope": (0,),
     "hidden_dim": 64,
+    "expert_kernel": "dense",
+    "n_group": 2,
+    "topk_group": 1,
 }
 """A valid value that is not the tiny configuration's, where doubling or negating does not give one."""
 NOT_IN_THE_SPEC = {"type", "cross_entropy_block_size", "reference_checkpoint"}
@@ -65,6 +68,8 @@ NOT_IN_THE_SPEC = {"type", "cross_entropy_block_size", "reference_checkpoint"}
 def another(name: str, value: Any) -> Any:
     if name in OTHER:
         return OTHER[name]
+    if name == "lbl_over":
+        return "batch" if value == "row" else "row"
     if isinstance(value, bool):
         return not value
     return value * 2 if value else 0.25

@@ -172,6 +172,27 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
         {**SHARED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12},
         [{"num_experts_per_tok": 1}, {"norm_topk_prob": True}, {"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}],
     ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {**SHARED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+         "shared_expert_intermediate_size": 40},
+        [{"num_experts_per_tok": 1}, {"norm_topk_prob": True}, {"mlp_only_layers": [1]}, {"decoder_sparse_step": 2},
+         {"qkv_bias": False}, *SCALARS],
+    ),
+    "olmoe": (
+        "Olmoe",
+        {**SHARED, "num_experts": 4, "num_experts_per_tok": 2},
+        [{"num_experts_per_tok": 1}, {"norm_topk_prob": True}, {"clip_qkv": 0.5}, *SCALARS],
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {**SHARED, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12,
+         "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "num_hidden_layers": 3,
+         "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},
+        [{"num_experts_per_tok": 1}, {"norm_topk_prob": False}, {"first_k_dense_replace": 2}, {"n_group": 1, "topk_group": 1},
+         {"routed_scaling_factor": 1.0}, {"n_shared_experts": 2}, {"use_qk_norm": True}, {"attention_bias": True},
+         {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}}, {"topk_group": 1}],
+    ),
     "mpt": (
         "Mpt",
         {"vocab_size": 67, "d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 64,

@@ -193,7 +193,7 @@ def numeric_identity(config: Config) -> dict[str, Any]:
 
 def config_hash(config: RunConfig) -> str:
     """Returns eight hexadecimal digits that are the same for configurations with the same numerical results."""
-    text = json.dumps(without_newer_defaults(numeric_identity(config), config.trainer), sort_keys=True)
+    text = json.dumps(without_newer_defaults(numeric_identity(config), config.trainer, config.model), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
