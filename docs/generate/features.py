@@ -81,6 +81,8 @@ def _mlp(family: Any) -> str:
         shared = ", and a shared one" if mixtures[0].shared else ""
         return f"{mixtures[0].num_experts} experts, {mixtures[0].top_k} for each token{shared}"
     mlp = mlps[0]
+    if mlp is None:
+        return "none"
     activation = mlp.activation
     name = activation if isinstance(activation, str) else type(activation).__name__.removesuffix("Spec").lower()
     return f"gated {name}" if mlp.gated else name

@@ -142,19 +142,19 @@ class _Chunks(NamedTuple):
         it, [B, C, G, R, L] each, and from state to state, [B, C, G, R]. They are 0 where a document starts in between.
         """
         last_BCGR1 = self.sum_BCGRL[..., -1:]
-        entering_BCGRL, leaving_BCGRL = jnp.exp(self.sum_BCGRL), jnp.exp(last_BCGR1 - self.sum_BCGRL)
-        kept_BCGR = jnp.exp(last_BCGR1[..., 0])
+        entering_BCGRL, left_BCGRL = self.sum_BCGRL, last_BCGR1 - self.sum_BCGRL
         if self.documents_BCL is None:
-            return entering_BCGRL, leaving_BCGRL, kept_BCGR
+            return jnp.exp(entering_BCGRL), jnp.exp(left_BCGRL), jnp.exp(last_BCGR1[..., 0])
         last_BC1 = self.documents_BCL[:, :, -1:]
         before_BC1 = jnp.concatenate([jnp.zeros_like(last_BC1[:, :1]), last_BC1[:, :-1]], axis=1)
         enters, leaves = (
             (self.documents_BCL == document_BC1)[:, :, None, None] for document_BC1 in (before_BC1, last_BC1)
         )
+        # Masked before the exponential as well: between documents, the difference of the sums has no bound.
         return (
-            jnp.where(enters, entering_BCGRL, 0.0),
-            jnp.where(leaves, leaving_BCGRL, 0.0),
-            jnp.where(before_BC1 == last_BC1, 1.0, 0.0)[..., None] * kept_BCGR,
+            jnp.where(enters, jnp.exp(entering_BCGRL), 0.0),
+            jnp.where(leaves, jnp.exp(jnp.where(leaves, left_BCGRL, 0.0)), 0.0),
+            jnp.where(before_BC1 == last_BC1, 1.0, 0.0)[..., None] * jnp.exp(last_BCGR1[..., 0]),
         )
 
     def apply_delta_rule(self, entering_BCGRL: jax.Array) -> tuple[jax.Array, jax.Array]:
