@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from lm_trainer.models.hf import config_from_hf
+from lm_trainer.models.hf_section import compare_with_hf_config
 from lm_trainer.profile.flops import parameter_count
 from tests.conftest import ROOT, Lmt, RunLmt, refused
 from tests.run.test_configs import load_config
@@ -29,6 +31,11 @@ SCALES = {"thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12}
 SHAPE = {"hidden_dim": 64, "num_layers": 2, "num_heads": 4, "seq_len": 64, "cross_entropy_block_size": 64}
 ROTARY = {"intermediate_dim": 128, "num_kv_heads": 2}
 CHAT_TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+
+
+def test_the_list_is_complete() -> None:
+    files = (ROOT / "configs").glob("*.yaml")
+    assert sorted(RECIPES) == sorted(p.stem for p in files if not re.search("_nano$|^ladder_", p.stem))
 
 
 def head(name: str) -> dict[str, str]:
@@ -143,3 +150,34 @@ def test_too_many_devices_for_a_recipe(run_lmt: RunLmt, in_tmp_path: Path) -> No
     """The error says how many devices the batch of a recipe can use."""
     result = run_lmt("plan", "llama_8b", "--devices", "1024xH100", "--vocab-size", "128256", cwd=in_tmp_path)
     refused(result, "at most 512 devices")
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "qwen3_continued": {
+        **{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "head_dim": 128},
+        **{"intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8},
+        **{"rms_norm_eps": 1e-6, "rope_theta": 1_000_000, "max_position_embeddings": 32768, "hidden_act": "silu"},
+        **{"tie_word_embeddings": True, "vocab_size": 151936, "initializer_range": 0.02, "attention_bias": False},
+    },
+    "smollm2_chat": {
+        **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 576, "hidden_act": "silu"},
+        **{"intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3},
+        **{"rms_norm_eps": 1e-5, "rope_theta": 100_000, "max_position_embeddings": 8192, "vocab_size": 49152},
+        **{"tie_word_embeddings": True, "initializer_range": 0.041666666666666664, "attention_bias": False},
+    },
+    "olmo2_7b": {
+        **{"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "hidden_size": 4096, "hidden_act": "silu"},
+        **{"intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32},
+        **{"rms_norm_eps": 1e-6, "rope_theta": 500_000, "max_position_embeddings": 4096, "vocab_size": 100352},
+        **{"tie_word_embeddings": False, "initializer_range": 0.02, "attention_bias": False},
+    },
+}
+"""Fields of config.json of the models on the hub."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_model_is_the_published_one(name: str) -> None:
+    section = load_config(ROOT / f"configs/{name}.yaml").model
+    vocabulary = PUBLISHED[name]["vocab_size"]
+    published = config_from_hf(PUBLISHED[name])[0]
+    assert compare_with_hf_config(section, frozenset(), published, vocabulary) == []

@@ -178,7 +178,7 @@ def _convert_adapter(value: object, values: Values) -> Settings:
         "lora_target_modules": "target_modules",
     }
     defaults = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
-    settings = {f"adapter.{ours}": values.get(key, defaults.get(key)) for key, ours in names.items()}
+    settings = {f"adapter.{name}": values.get(key, defaults.get(key)) for key, name in names.items()}
     return {"adapter.type": "lora", **{key: item for key, item in settings.items() if item is not None}}
 
 
