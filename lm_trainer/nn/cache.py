@@ -141,7 +141,7 @@ class StateCache(NamedTuple):
 
 
 LayerCache = KvCache | SplitKvCache | StateCache
-"""What the layers of a model keep of earlier positions."""
+"""Values that the layers of a model keep of earlier positions."""
 
 
 NewCache = Callable[[tuple[int, int, int, int, int], DTypeLike, int], Any]

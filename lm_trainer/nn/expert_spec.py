@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertGroupsSpec:
-    """Limits the experts of a token to a few groups of experts, those with the highest scores (DeepSeek-AI 2024a,
-    section 2.1.3; DeepSeek-AI 2024b, section 2.1.2).
+    """Limits the experts of a token to a few groups of experts, those with the highest scores (arXiv 2405.04434,
+    section 2.1.3; arXiv 2412.19437, section 2.1.2).
     """
 
     count: int
@@ -20,8 +20,8 @@ class ExpertGroupsSpec:
     top: int
     """Number of groups from which a token chooses its experts."""
     score: Literal["max", "top2"] = "top2"
-    """Score of a group: the highest score of its experts (DeepSeek-V2), or the sum of the two highest scores, with the
-    selection bias (DeepSeek-V3)."""
+    """Score of a group: the highest score of its experts (the first paper), or the sum of the two highest scores,
+    with the selection bias (the second paper)."""
 
 
 @dataclass(frozen=True)

@@ -48,5 +48,5 @@ _MODULES: Mapping[type, Any] = {
 
 def build_mixer(spec: Mixer, dim: int, *, init: Initializer) -> MixerModule:
     """Builds the mixer of a layer with a stream of `dim` dimensions."""
-    own = spec.module if isinstance(spec, AttentionSpec) else None
-    return (own or _MODULES[type(spec)])(spec, dim, init=init)
+    module = spec.module if isinstance(spec, AttentionSpec) else None
+    return (module or _MODULES[type(spec)])(spec, dim, init=init)

@@ -242,12 +242,12 @@ class ShortConv(nnx.Module):
         extended = jnp.concatenate([past, x], axis=1)
         y = jnp.zeros_like(x)
         for tap in range(self.width):
-            taken, distance = extended[:, tap : tap + length], before - tap
+            inputs, distance = extended[:, tap : tap + length], before - tap
             if documents_BS is not None and distance:
                 # Positions before the row are zeros in any case.
                 earlier_BS = jnp.pad(documents_BS, ((0, 0), (distance, 0)))[:, :length]
-                taken = jnp.where(with_rank_of_rows(earlier_BS == documents_BS, taken), taken, 0)
-            y = y + taken * with_rank_of(weight[tap, 0], x)
+                inputs = jnp.where(with_rank_of_rows(earlier_BS == documents_BS, inputs), inputs, 0)
+            y = y + inputs * with_rank_of(weight[tap, 0], x)
         if self.bias is not None:
             y = y + with_rank_of(read(self.bias, x.dtype), y)
         return jax.nn.silu(y), self._new_history(extended, counts_B, length)

@@ -9,7 +9,7 @@ the gradient. `RouterSpec.balance_over` selects the tokens over which f_e is tak
   section 3, who take the load of the current batch. The load of another batch needs no second forward pass. In
   expectation, its gradient is the gradient of the loss over all data. The load of the same tokens would also pull each
   batch towards a balance of its own, the effect for which the paper avoids small batches.
-- `row`: the row of the token; factor E / K (DeepSeek-AI 2024b, equations 17 to 20).
+- `row`: the row of the token; factor E / K (arXiv 2412.19437, equations 17 to 20).
 
 Shape letters: B rows, S positions, M tokens (B x S), D hidden dimension, E experts, K experts per token, G groups, J
 experts of a group.
