@@ -46,7 +46,8 @@ class SourceSlice(NamedTuple):
     def outermost_dim(self) -> int:
         """Dimension here that is outermost in the file, where a block that is thin along it is one contiguous range."""
         axes = self.entry.parts[self.position].axes
-        if not self.entry.table.transposed or axes[0] == "experts":
+        table = self.entry.table
+        if not (table.transposed or table.reversed) or axes[0] == "experts":
             return 0
         last = len(self.shape) - 1
         return last - 1 if self._merged_dim == last - 1 else last
@@ -67,11 +68,9 @@ class SourceSlice(NamedTuple):
             # Concatenated: this part starts after all previous parts.
             offset = sum(part.file_shape[-1] for part in self.entry.parts[: self.position])
             region[-1] = slice(region[-1].start + offset, region[-1].stop + offset)
-        transposed = self.entry.table.transposed
-        # Only the last two dimensions of the tensors of all experts are exchanged.
-        swapped = transposed and len(region) > 1
-        x = read(self.tensor, (*region[:-2], region[-1], region[-2]) if swapped else tuple(region))
-        x = np.swapaxes(x, -1, -2) if swapped else x
+        order = self.entry.table.file_order
+        x = read(self.tensor, order(tuple(region)))
+        x = x.transpose(order(tuple(range(x.ndim))))
         if interleaved:
             x = x.reshape(*x.shape[:-1], -1, parts, size)[..., self.position, :]
         elif merged_dim is not None:

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.models.hf_param import ParamInfo, ParamSlice
 
 MAX_PROBLEMS = 12
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,17 @@ class HfTensor:
     hf: str
     params: tuple[str, ...]
     transposed: bool = False
-    """The file has outputs before inputs."""
+    """The file has outputs before inputs, also in the matrix of each expert."""
     interleaved: bool = False
     """The parts alternate head by head instead of being concatenated."""
+    reversed: bool = False
+    """The file has all dimensions in the opposite order, as in the weights of a convolution."""
+
+    def file_order(self, dims: tuple[T, ...]) -> tuple[T, ...]:
+        """Puts values of our dimensions into the order of the file. The function is its own inverse."""
+        if self.reversed:
+            return dims[::-1]
+        return (*dims[:-2], dims[-1], dims[-2]) if self.transposed and len(dims) > 1 else dims
 
 
 def linear_tensors(hf: str, *params: str, interleaved: bool = False) -> tuple[HfTensor, HfTensor]:
@@ -113,7 +123,7 @@ class FileTensor(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         shapes = [part.file_shape for part in self.parts]
         shape = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
-        return (*shape[:-2], *shape[:-3:-1]) if self.table.transposed else shape
+        return self.table.file_order(shape)
 
     def split(self, tensor: np.ndarray) -> list[np.ndarray]:
         """Splits a tensor of the file into its parts, in our shapes."""
@@ -139,8 +149,8 @@ class FileTensor(NamedTuple):
         return np.ascontiguousarray(self._transpose(joined))
 
     def _transpose(self, x: np.ndarray) -> np.ndarray:
-        """Exchanges inputs and outputs of a tensor, or of the matrix of each expert, if the file has them swapped."""
-        return np.swapaxes(x, -1, -2) if self.table.transposed and x.ndim > 1 else x
+        """Puts the dimensions of our tensor into the order of the file, or the other way round."""
+        return x.transpose(self.table.file_order(tuple(range(x.ndim))))
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from lm_trainer.run.sample import draw_sample
 from lm_trainer.run.start.attempt import Attempt, open_attempt
 from lm_trainer.run.summary import Summary
 from lm_trainer.run.training.batches import batches_from
-from lm_trainer.run.training.data_notes import BuildWatch, describe_build, empty_rows_note
+from lm_trainer.run.training.data_notes import BuildWatch, describe_build, row_notes
 from lm_trainer.run.training.evaluations import name_eval_sets
 from lm_trainer.run.training.hf_exports import HfExports, check_exports
 from lm_trainer.run.training.loop import train_to_end
@@ -44,6 +44,7 @@ from lm_trainer.run.weights.initial_weights import choose_vocab_size
 from lm_trainer.run.weights.pretrained import HfStart, find_hf_start, published_model_settings
 from lm_trainer.run.weights.reference import find_reference, with_reference_weights
 from lm_trainer.run.weights.saved_model import SETTINGS, TOKENIZER, tokenizer_digests
+from lm_trainer.run.weights.teacher import find_teacher, resolve_teacher
 from lm_trainer.step.state.model_def import ModelDef
 from lm_trainer.step.state.train_state import TrainState
 from lm_trainer.trackers import Progress
@@ -173,6 +174,7 @@ def prepare_run(
     All checks that need no data are made before text is tokenised, because tokenisation may take hours.
     """
     name = choose_run_id(config, name)
+    config = resolve_teacher(config)
     pretrained = find_hf_start(config, name)
     # The Hugging Face checkpoint may determine the model section, so it is read before planning.
     if pretrained is not None:
@@ -228,6 +230,9 @@ def _build_prepared_run(
     if reference := find_reference(config, attempt.store, data.tokenizer):
         facts |= reference.facts
     model = with_reference_weights(model, config, reference)
+    if teacher := find_teacher(config, attempt.store, data.tokenizer, vocab_size):
+        model = teacher.with_weights(model)
+        facts |= teacher.facts
     setup = plan_for_memory(
         lambda trainer: setup_from_config(config, trainer, model),
         config.trainer,
@@ -255,7 +260,7 @@ def _report_setup(config: RunConfig, vocab_size: int, model: ModelDef, data: Dat
     )
     if so_far:
         progress.note(describe_build(data))
-    if note := empty_rows_note(config, data):
+    for note in row_notes(config, data):
         progress.note(note)
     for note in schedule_notes(config):
         progress.note(note)

@@ -114,6 +114,60 @@ class TestChat:
         escape = "{% generation %}{{ messages.__class__.__mro__ }}{% endgeneration %}"
         self.unusable(ChatFormat(chat_template=escape), CONVERSATION, tokenizer, "does not take this conversation")
 
+    def counted_text(self, format: ChatFormat, tokenizer: HfTokenizer, messages: list[dict[str, Any]]) -> str:
+        document = encode(format, {"messages": messages}, tokenizer)
+        assert document.loss_mask is not None
+        return tokenizer.decode([int(i) for i in np.asarray(document.ids)[document.loss_mask]])
+
+    def test_turns_are_masked_by_a_field_or_all_but_the_last(self, chatml: HfTokenizer) -> None:
+        turns = [(role, text) for number in "12" for role, text in (("user", "q"), ("assistant", f"answer {number}."))]
+        messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in turns]
+        tool = [{"role": "tool", "content": "data"}, {"role": "assistant", "content": "answer 3."}]
+        assert self.counted_text(ChatFormat(last_turn_only=True), chatml, messages) == "answer 2."
+        assert self.counted_text(ChatFormat(last_turn_only=True), chatml, [*messages, *tool]) == "answer 2.answer 3."
+        for off, on in ((0, 1), (False, True), (0.0, 1.0)):
+            messages[1]["weight"], messages[3]["weight"] = off, on
+            assert self.counted_text(ChatFormat(turn_mask_field="weight"), chatml, messages) == "answer 2."
+            assert self.counted_text(ChatFormat(), chatml, messages) == "answer 1.answer 2."
+        del messages[3]["weight"]
+        assert self.counted_text(ChatFormat(turn_mask_field="weight"), chatml, messages) == "answer 2."
+        both = ChatFormat(turn_mask_field="weight", last_turn_only=True)
+        messages[3]["weight"] = 0
+        self.unusable(both, messages, chatml, "says nothing")
+        messages[3]["weight"] = "no"
+        self.unusable(both, messages, chatml, "field 'weight' of message 3 of 'messages' is 'no', not true or false")
+        once = "{% generation %}{% for message in messages %}{{ message.content }}{% endfor %}{% endgeneration %}"
+        reason = "marks 1 answers in a conversation with 2 messages of the assistant"
+        self.unusable(ChatFormat(chat_template=once, last_turn_only=True), messages, chatml, reason)
+
+    @pytest.mark.parametrize("key", ["last_turn_only", "turn_mask_field"])
+    def test_turns_cannot_be_masked_if_every_token_counts(self, key: str) -> None:
+        with pytest.raises(ValidationError, match=f"{key} has no effect with mask_user_turns: false"):
+            ChatFormat.model_validate({key: True if key == "last_turn_only" else "weight", "mask_user_turns": False})
+
+    @pytest.mark.parametrize(
+        ("answer", "end"),
+        [
+            ("{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{{ '\n' }}", None),
+            ("{% generation %}{{ message.content }}{% endgeneration %}<|im_end|>{{ '\n' }}", "<|im_end|>\n"),
+            ("{% generation %}{{ message.content }}{{ '\n' }}{% endgeneration %}<|im_end|>", "<|im_end|>"),
+            # The end of the document counts as the end of the turn.
+            ("{% generation %}{{ message.content }}{% endgeneration %}", None),
+            ("{{ raise_exception('never') }}{% generation %}{% endgeneration %}", None),
+        ],
+    )
+    def test_a_template_that_does_not_mark_the_end_of_a_turn_is_told(
+        self, chatml: HfTokenizer, answer: str, end: str | None
+    ) -> None:
+        template = (
+            "{% for message in messages %}{% if message.role == 'assistant' %}<|im_start|>assistant\n" + answer + ""
+            "{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        )
+        notes = ChatFormat(chat_template=template).notes(chatml)
+        assert len(notes) == (end is not None)
+        assert all(f"writes {end!r} after an answer" in note for note in notes)
+        assert not ChatFormat(chat_template=template, mask_user_turns=False).notes(chatml)
+
     def test_a_list_of_texts_is_one_text(self, chatml: HfTokenizer) -> None:
         parts = [
             {**message, "content": [{"type": "text", "text": part} for part in message["content"].partition("n")]}

@@ -19,6 +19,8 @@ from lm_trainer.models import (
     BackpackConfig,
     Cohere2Config,
     DecoderConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3Config,
     GemmaConfig,
@@ -28,6 +30,8 @@ from lm_trainer.models import (
     GptNeoxConfig,
     GraniteConfig,
     LlamaConfig,
+    Mamba2Config,
+    MiniCpm3Config,
     MistralConfig,
     MixtralConfig,
     MptConfig,
@@ -40,6 +44,7 @@ from lm_trainer.models import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLm3Config,
     StarCoder2Config,
@@ -63,6 +68,18 @@ SMALL: dict[str, Any] = {
     "scan_layers": False,
 }
 ROTARY = {**SMALL, "intermediate_dim": 48, "num_kv_heads": 2}
+
+LATENT: dict[str, Any] = {
+    **SMALL,
+    "intermediate_dim": 48,
+    "kv_lora_rank": 10,
+    "q_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "mscale_all_dim": 0.5,
+    "rope": YarnRope(factor=4.0),
+}
 
 TINY: dict[str, AnyModel] = {
     "gpt2": Gpt2Config(
@@ -128,6 +145,44 @@ TINY: dict[str, AnyModel] = {
     "arcee": ArceeConfig(**ROTARY),
     "seed_oss": SeedOssConfig(**ROTARY, head_dim=12),
     "nanochat": NanochatConfig(**ROTARY, final_logit_softcapping=2.0),
+    "deepseek_v3": DeepseekV3Config(
+        **{**LATENT, "num_layers": 3},
+        moe_intermediate_dim=20,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        n_group=3,
+        topk_group=2,
+        first_k_dense_replace=1,
+        lbl_coef=0.01,
+    ),
+    "deepseek_v2": DeepseekV2Config(
+        **{**LATENT, "q_lora_rank": None, "num_layers": 3},
+        moe_intermediate_dim=20,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        n_group=3,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+    ),
+    "qwen3_next": Qwen3NextConfig(
+        **{**ROTARY, "num_layers": 3},
+        head_dim=12,
+        partial_rotary_factor=0.5,
+        full_attention_interval=2,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=6,
+        linear_value_head_dim=8,
+        moe_intermediate_dim=20,
+        shared_intermediate_dim=28,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        mlp_only_layers=(2,),
+    ),
+    "minicpm3": MiniCpm3Config(
+        **LATENT,
+    ),
+    "mamba2": Mamba2Config(**SMALL, head_dim=16, state_dim=8, num_groups=2, chunk_size=5),
     "apertus": ApertusConfig(**ROTARY, rope=Llama3Rope(original_max_position_embeddings=8)),
 }
 

@@ -19,6 +19,7 @@ from lm_trainer.models import MODEL_CONFIGS, AnyModel, WhisperConfig
 from lm_trainer.nn.decoder import Decoder, Embedding
 from lm_trainer.nn.expert_spec import MoeSpec
 from lm_trainer.nn.loss import token_loss
+from lm_trainer.nn.mixer_spec import softmax_spec
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from tests.compiling import quick_jit
@@ -123,7 +124,8 @@ def test_causal_and_inside_segments(config):
 
 def assert_seen(config: AnyModel, influence: np.ndarray, segments: np.ndarray) -> None:
     """`influence[i, j]`: of position j on the logits at i."""
-    reach = sum((block.attention.window or SEQ) - 1 for block in config.spec(VOCAB).blocks)
+    attentions = [softmax_spec(block.mixer) for block in config.spec(VOCAB).blocks]
+    reach = sum((SEQ if spec is None or spec.window is None else spec.window) - 1 for spec in attentions)
     distances = np.arange(SEQ)[:, None] - np.arange(SEQ)
     allowed = (distances >= 0) & (distances <= reach) & (segments == segments.T)
     assert (influence[~allowed] == 0).all()
@@ -258,10 +260,14 @@ def test_decoding_with_a_cache_equals_the_full_forward_pass(config, scan):
     rows, lengths = tokens(), np.array([5, 2])
     expected = logits(config, rows, positions(), np.zeros((2, SEQ), np.int32))
     graph = graphdef(change(config, scan_layers=scan))
-    decode = quick_jit(lambda p, cache, t, next_positions: nnx.merge(graph, p).decode(t, next_positions, cache))
+
+    def decode_once(p: Any, cache: Any, tokens: Any, next_positions: Any, counts: Any = None) -> Any:
+        return nnx.merge(graph, p).decode(tokens, next_positions, cache, counts)
+
+    decode = quick_jit(decode_once)
     cache = nnx.merge(graph, params(config)).init_cache(2, SEQ + 4)
     # Rows of lengths 5 and 2 are read together, so that the shorter one leaves rubbish behind its end.
-    actual, cache = decode(params(config), cache, rows[:, :7], positions(2, 7))
+    actual, cache = decode(params(config), cache, rows[:, :7], positions(2, 7), lengths)
     for row, length in enumerate(lengths):
         np.testing.assert_allclose(actual[row, :length], expected[row, :length], atol=1e-5)
     next_positions = lengths[:, None] + np.arange(7)
