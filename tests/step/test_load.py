@@ -201,7 +201,9 @@ def test_one_program_for_the_whole_mesh_computes_the_same() -> None:
     (params, metrics), (fast_params, fast_metrics) = results
     for name in setup(BOTH).model.loads:
         np.testing.assert_allclose(fast_params[name], params[name], rtol=1e-6)
-    assert fast_metrics == pytest.approx(metrics, rel=1e-4)
+    # Other metrics of routers are of microbatches.
+    for name in ("loss", "grad_norm", "router_batch_overload", "router_unused_experts"):
+        assert fast_metrics[name] == pytest.approx(metrics[name], rel=1e-4), name
 
 
 @pytest.mark.slow
