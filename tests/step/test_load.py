@@ -9,10 +9,12 @@ import jax
 import numpy as np
 import pytest
 
+from lm_trainer.checkpoint.store import Restored
 from lm_trainer.core.batch import Batch
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import TrainingSetup, build_setup
 from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.weights.saved_state import PARAMS, abstract_checkpoint, arrays_to_save, restore_state
 from lm_trainer.step.loss.gradient import Sums
 from lm_trainer.step.state.train_state import to_host
 
@@ -226,3 +228,22 @@ def test_loads_stay_float32_where_parameters_do_not() -> None:
     dtypes = {name: planned.model.shapes[name].dtype for name in planned.model.loads}
     assert set(map(str, dtypes.values())) == {"float32"}
     after_steps(planned, 1)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_has_the_loads() -> None:
+    """A state that is restored from the arrays of a checkpoint, on other devices, continues with the same bits."""
+    planned, other = setup(BOTH), setup(BOTH, 2)
+    for one in (planned, other):
+        one.step.compile(packed())
+    state = planned.init()
+    for _ in range(2):
+        state, _ = planned.step(state, planned.step.put(packed()), 1e-2)
+    shapes = abstract_checkpoint(other)
+    saved = {n: jax.device_put(np.asarray(x), shapes[n].sharding) for n, x in arrays_to_save(state, planned).items()}
+    assert {PARAMS + name for name in planned.model.loads} <= saved.keys()
+    restored = restore_state(Restored(2, saved, {}), other, other.init)
+    state, _ = planned.step(state, planned.step.put(packed()), 1e-2)
+    continued, _ = other.step(restored, other.step.put(packed()), 1e-2)
+    expected, actual = to_host(state.params), to_host(continued.params)
+    assert {n: x.tobytes() for n, x in actual.items()} == {n: x.tobytes() for n, x in expected.items()}
