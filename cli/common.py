@@ -145,7 +145,7 @@ def load_config(ctx: typer.Context, config: Path, overrides: list[str] | None, r
     from lm_trainer.config.loader import load
     from lm_trainer.core.errors import ConfigError
 
-    _refuse_settings_as_values(ctx, root)
+    refuse_settings_as_values(ctx, root)
     options = [name for parameter in ctx.command.params for name in parameter.opts if name.startswith("--")]
     try:
         loaded = load(config, overrides or [], root, options=[*options, "--help"], foreign=_foreign_settings)
@@ -170,8 +170,14 @@ def _foreign_settings(key: str) -> list[str]:
     return settings_for_foreign_key(key)
 
 
-def _refuse_settings_as_values(ctx: typer.Context, root: Any) -> None:
-    """Raises UserError for an option without a value that took the setting after it as its value."""
+def refuse_settings_as_values(ctx: typer.Context, root: Any = None) -> None:
+    """Raises UserError for an option without a value that took the setting after it as its value.
+
+    `root` is the class of the configuration: `RunConfig` if it is None.
+    """
+    if root is None:
+        from lm_trainer.run.config.run_config import RunConfig as root
+
     for parameter in ctx.command.params:
         value = ctx.params.get(parameter.name or "")
         # Some options, such as --env, take values of the form NAME=VALUE.
@@ -188,10 +194,11 @@ def load_run_config(ctx: typer.Context, config: Path, overrides: list[str] | Non
     return load_run_with_origins(ctx, config, overrides).config
 
 
-def check_is_run(run: str) -> None:
-    """Raises UserError if an option is given where a run is expected."""
+def check_is_run(ctx: typer.Context, run: str) -> None:
+    """Raises UserError if an option is given where a run is expected, or a setting where the value of an option is."""
     if run.startswith("-"):
         raise UserError(f"{run}: no such option; a run comes first, then settings (KEY=VALUE)")
+    refuse_settings_as_values(ctx)
 
 
 def load_resolved_config(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "RunConfig":

@@ -24,7 +24,8 @@ def diff(
     """Find the first step at which two runs diverge, and why.
 
     Compares configuration, data, code, packages and devices, and also parameters if both runs have a checkpoint of the
-    same step. Reads only the run directories. Exit codes: 0 if all common steps are equal, otherwise 1.
+    same step. For a branch, also compares the steps that it shares with its parent. Reads only the run directories.
+    Exit codes: 0 if all common steps are equal, otherwise 1.
 
     For example:
 
@@ -50,6 +51,8 @@ def diff(
 def _comparison_lines(comparison: "Comparison") -> list[str]:
     lines = [f"{comparison.a} and {comparison.b}: {comparison.common} steps in common, up to step {comparison.last}"]
     divergence = comparison.divergence
+    if comparison.shared is not None:
+        lines.append(f"steps up to {comparison.shared} are shared: one run is a branch of the other or of its past")
     if divergence is None:
         lines.append("equal, bit for bit")
     else:
@@ -59,6 +62,9 @@ def _comparison_lines(comparison: "Comparison") -> list[str]:
         elif divergence.after is not None:
             location += f", equal up to step {divergence.after}"
         lines.append(f"first difference: {location}")
+        if comparison.shared is not None and divergence.after is not None:
+            changes = [cause for causes in comparison.causes.values() for cause in causes]
+            lines.append(f"equal up to {divergence.after}, then: {'; '.join(changes[:_NAMED]) or 'no recorded change'}")
         lines += [f"  {name}: {a!r} -> {b!r}" for name, (a, b) in divergence.values.items()]
     if comparison.parameters:
         more = f" and {len(comparison.parameters) - _NAMED} more" if len(comparison.parameters) > _NAMED else ""

@@ -9,7 +9,15 @@ import typer
 
 from cli import clean
 from cli.build_progress import build_progress
-from cli.common import CheckpointOption, JsonOption, ModelArgument, OverridesArgument, path_option, place_option
+from cli.common import (
+    CheckpointOption,
+    JsonOption,
+    ModelArgument,
+    OverridesArgument,
+    path_option,
+    place_option,
+    refuse_settings_as_values,
+)
 
 if TYPE_CHECKING:
     from lm_trainer.evaluate.model import EvalModel
@@ -17,6 +25,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(
+    ctx: typer.Context,
     model: ModelArgument,
     overrides: OverridesArgument = None,
     data: Annotated[
@@ -121,6 +130,7 @@ def evaluate(
 
     # Comes first, before the import of any package that the harness also uses.
     harness_tasks = _read_tasks(tasks, tasks_dir, num_fewshot=num_fewshot, limit=limit, chat=chat, samples=samples)
+    refuse_settings_as_values(ctx)
     from lm_trainer.core.terminal import json_line
     from lm_trainer.evaluate.model import open_eval_model
     from lm_trainer.trackers.jsonl import encode_non_finite

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def replay(
+    ctx: typer.Context,
     run: RunArgument,
     step: Annotated[
         int | None,
@@ -59,7 +60,7 @@ def replay(
 
     # Called before jax is imported, because it configures jax's allocator and threads.
     prepare_process()
-    check_is_run(run)
+    check_is_run(ctx, run)
     import sys
 
     from lm_trainer.core.terminal import json_line

@@ -25,7 +25,8 @@ def report(
     Shows configuration values that are not defaults, devices, attempts, curves with smoothing and logarithmic axes,
     evaluations, alerts, samples, token probabilities and the fingerprint. For several runs, also shows the differences
     between their configurations, the first step at which they diverge bitwise, and the number of tokens that each run
-    needs to reach the first run's loss. Runs may still be in progress.
+    needs to reach the first run's loss. A branch is drawn from its first step on, next to its parent, with the
+    difference of their losses at equal tokens and its interval. Runs may still be in progress.
 
     For example:
 

@@ -28,7 +28,8 @@ def runs(
     """List runs with state, step, last loss, last change and size, starting with the most recently changed run.
 
     Without DIR, searches logs/ and the `trainer.log_dir` of the configurations in the working directory and its
-    configs/. The size includes the run directory and its checkpoints, except checkpoints in a bucket.
+    configs/. A branch is listed below its parent, with the step at which it begins. The size includes the run
+    directory and its checkpoints, except checkpoints in a bucket.
 
     Examples:
         lmt runs
@@ -39,7 +40,7 @@ def runs(
     from dataclasses import asdict
 
     from lm_trainer.run.files.find_run import find_log_directories, read_log_directory
-    from lm_trainer.run.files.listing import list_runs
+    from lm_trainer.run.files.listing import as_tree, list_runs
 
     missing = [path for path in places or () if not path.exists()]
     if missing:
@@ -49,18 +50,21 @@ def runs(
     if as_json:
         clean.echo(json.dumps([{**asdict(run), "directory": str(run.directory)} for run in listings]))
     elif listings:
-        clean.echo("\n".join(_format_table([_HEADINGS, *map(_run_row, listings)])))
+        clean.echo("\n".join(_format_table([_HEADINGS, *(_run_row(run, depth) for depth, run in as_tree(listings))])))
     else:
         clean.echo(f"no runs in {', '.join(map(str, bases))}")
 
 
-def _run_row(run: "RunListing") -> tuple[str, ...]:
+def _run_row(run: "RunListing", depth: int) -> tuple[str, ...]:
     from datetime import datetime
 
     step = f"{run.step}/{'?' if run.steps is None else run.steps}"
     loss = "" if run.loss is None else f"{run.loss:.4f}"
     changed = datetime.fromtimestamp(run.changed).strftime("%Y-%m-%d %H:%M")
     name = escape_line(run.id if run.directory.parent == Path("logs") else str(run.directory))
+    if run.branched_at is not None:
+        origin = "" if depth else f" of {run.parent}"
+        name = escape_line(f"{'  ' * (depth - 1)}{'└ ' * (depth > 0)}{name}, from {run.branched_at}{origin}")
     return name, run.state, step, loss, changed, _format_size(run.bytes)
 
 

@@ -1,12 +1,16 @@
 """`lmt train`: trains a model from a YAML file."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cli import clean
 from cli.common import ConfigArgument, OverridesArgument, load_run_config
 from cli.out_of_memory import explain_out_of_memory
+
+if TYPE_CHECKING:
+    from lm_trainer.run.config.run_config import RunConfig
 
 
 def train(
@@ -28,7 +32,7 @@ def train(
 
     Exit codes: 0 done; 1 crash; 2 invalid configuration; 3 non-finite loss; 4 out of memory; 75 to be restarted:
     stopped by a signal after everything was saved, or by the watchdog; 76 stopped by the file stop-after-save after
-    everything was saved.
+    everything was saved; 77 devices computed different results (trainer.cross_check), after everything was saved.
 
     Examples:
         lmt train configs/gpt2_nano.yaml
@@ -40,24 +44,40 @@ def train(
     # Called before jax is imported, because it configures jax's allocator and threads.
     tuned = prepare_process()
     run = load_run_config(ctx, config, overrides)
-    from lm_trainer.health.power_off import shut_down_at_exit
-    from lm_trainer.parallel.processes import is_lead
     from lm_trainer.run.dry_run import dry_run as plan
-    from lm_trainer.run.train import train as run_training
-    from lm_trainer.trackers import Progress
 
     if dry_run:
         for line in plan(run, name=config.stem):
             clean.echo(line)
         return
+    train_to_end(run, config, overrides or [], tuned, allow_config_change=allow_config_change)
+
+
+def train_to_end(
+    run: "RunConfig", config: Path, overrides: list[str], notes: list[str], *, allow_config_change: bool = False
+) -> None:
+    """Trains a run, and prints its progress and summary.
+
+    Args:
+        run: configuration of the run.
+        config: the file of the configuration.
+        overrides: settings that override the file.
+        notes: notes to print first.
+        allow_config_change: continue a run that was started with another configuration or other data.
+    """
+    from lm_trainer.health.power_off import shut_down_at_exit
+    from lm_trainer.parallel.processes import is_lead
+    from lm_trainer.run.train import train as run_training
+    from lm_trainer.trackers import Progress
+
     # Registered before the run starts, so that it also applies after a crash.
     shut_down_at_exit(run.trainer.shutdown_at_exit)
     with (
-        explain_out_of_memory(run, config, overrides or []),
+        explain_out_of_memory(run, config, overrides),
         Progress(run.trainer.num_train_steps) as progress,
     ):
-        for change in tuned:
-            progress.note(change)
+        for note in notes:
+            progress.note(note)
         summary = run_training(run, name=config.stem, progress=progress, allow_config_change=allow_config_change)
     for line in summary.lines() if is_lead() else ():
         clean.echo(line)

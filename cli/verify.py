@@ -14,6 +14,7 @@ _COLUMNS = "{:<16}{:>8}{:>14}  {}"
 
 
 def verify(
+    ctx: typer.Context,
     run: RunArgument,
     overrides: OverridesArgument = None,
     segments: Annotated[
@@ -51,7 +52,7 @@ def verify(
 
     # Called before jax is imported, because it configures jax's allocator and threads.
     prepare_process()
-    check_is_run(run)
+    check_is_run(ctx, run)
     import json
     import random
     import sys

@@ -101,7 +101,7 @@ class DiskWriter:
             ensure_writable_directory(self.directory, "trainer.checkpointer.base_path")
             # Completes deletions that a killed attempt has left unfinished.
             for trash in self.directory.glob(f"{_TRASH}*"):
-                shutil.rmtree(trash, ignore_errors=True)
+                _remove_step(trash)
         wait_for_all("checkpoint directory")
         self._opened = self.directory.stat()
         # A failed save leaves unfinished tasks in the event loop of its thread, as a failed read does.
@@ -141,7 +141,7 @@ class DiskWriter:
         for step in steps if is_lead() else ():
             trash = self.directory / f"{_TRASH}{step}"
             (self.directory / str(step)).rename(trash)
-            self._trash.submit(shutil.rmtree, trash, ignore_errors=True)
+            self._trash.submit(_remove_step, trash)
         wait_for_all("old checkpoints are gone")
         if steps:
             self._reload()
@@ -195,6 +195,14 @@ class DiskWriter:
         except Exception:  # errors of any class: Orbax reads all metadata, which may be damaged by now
             self._orbax.close()
             self._reopen()
+
+
+def _remove_step(path: Path) -> None:
+    """Removes the directory of a step, or the link of a branch to the checkpoint of another run."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:

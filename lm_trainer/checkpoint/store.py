@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -13,13 +14,14 @@ import jax
 from lm_trainer.checkpoint.digest import compute_checksums
 from lm_trainer.checkpoint.in_bucket import BucketSteps
 from lm_trainer.checkpoint.on_disk import DiskSteps
+from lm_trainer.checkpoint.pins import pinned_steps
 from lm_trainer.checkpoint.policy import CheckpointerConfig, is_permanent
 from lm_trainer.checkpoint.record import FORMAT, CheckpointError, describe_arrays, root_cause
 from lm_trainer.checkpoint.steps import DirectoryLock, NoLock, Steps, move_damaged_aside
 from lm_trainer.core.bucket import Bucket, StoragePath
 from lm_trainer.core.checksummed import with_checksum
 from lm_trainer.core.errors import MachineError, UserError
-from lm_trainer.parallel.processes import any_process, wait_for_all
+from lm_trainer.parallel.processes import any_process, gather_texts, is_lead, wait_for_all
 
 __all__ = [
     "PERMANENT_KEY",
@@ -231,13 +233,20 @@ class CheckpointStore:
         )
 
     def _delete_temporary(self) -> None:
-        """Deletes all temporary checkpoints except the newest checkpoint."""
+        """Deletes all temporary checkpoints except the newest one and those that branches need."""
         old = [
             s for s in self._writer.known_steps()[:-1] if not is_permanent(s, self._config.keep) and s not in self._stay
         ]
         # Every process must have listed the steps before the first step is deleted.
         wait_for_all("old checkpoints are known")
-        self._writer.delete(old)
+        self._writer.delete(self._without_pinned(old) if old else old)
+
+    def _without_pinned(self, steps: list[int]) -> list[int]:
+        """Returns the steps that no branch needs, or no steps if that is unknown."""
+        # A branch may begin at any time, so all processes must know what the first one sees now.
+        pinned = pinned_steps(self.directory) if is_lead() else None
+        pinned = json.loads(gather_texts(json.dumps(None if pinned is None else sorted(pinned)))[0])
+        return [] if pinned is None else [step for step in steps if step not in pinned]
 
     def _discard_failed_save(self, error: Exception) -> MachineError:
         self._writer.discard_unfinished()

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.attention_dispatch import choose_backend
 from lm_trainer.nn.attention_kernel import AttentionMetadata
+from lm_trainer.nn.mixer_spec import softmax_specs
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.target_platform import compiling_for
 from lm_trainer.plan.attention_workspace import AttentionWorkspace
@@ -242,8 +243,8 @@ def _growing_memory_ratio(trainer: TrainerConfig, backend: str) -> float:
 
 
 def attention_backend(config: RunConfig, vocab_size: int, platform: str) -> str:
-    """Returns the first layer's attention backend on a platform. Layers differ only in windows, which all backends
-    support.
+    """Returns the attention backend on a platform of the first layer with attention; xla if there is none. Layers
+    differ only in windows, which all backends support.
 
     Raises:
         UserError: if the configured backend does not support the model.
@@ -252,7 +253,8 @@ def attention_backend(config: RunConfig, vocab_size: int, platform: str) -> str:
     site = AttentionMetadata(
         platform, config.trainer.mp.compute_dtype, length // config.trainer.context_axis_size, length
     )
-    return choose_backend(config.model.spec(vocab_size).blocks[0].attention, site).backend
+    specs = softmax_specs(config.model.spec(vocab_size).blocks)
+    return choose_backend(specs[0], site).backend if specs else "xla"
 
 
 def _plan_ring(config: RunConfig, vocab_size: int, rows: int, flops: int) -> RingPlan:
@@ -260,6 +262,6 @@ def _plan_ring(config: RunConfig, vocab_size: int, rows: int, flops: int) -> Rin
     spec = config.model.spec(vocab_size)
     share, count = ring_score_fraction(spec, length, devices), flops_per_token(spec, length)
     hidden = round((1 - share) * (count.attention_product + count.attention_softmax))
-    keys = rows * length // devices * max(b.attention.kv_heads * b.attention.head_dim for b in spec.blocks)
+    keys = rows * length // devices * max(s.kv_heads * s.head_dim for s in softmax_specs(spec.blocks))
     # Three times: the forward pass, and the gradients of queries and keys, or of probabilities and values.
     return RingPlan(devices, share, flops - 3 * hidden, 2 * keys * (2 * jnp.dtype(dtype).itemsize + 3 * 4))

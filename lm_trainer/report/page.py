@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
@@ -12,6 +13,8 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.html_page import render_page
+from lm_trainer.report.comparison import compare_runs_in_table
+from lm_trainer.report.difference import compute_loss_difference
 from lm_trainer.report.downsample import downsample
 from lm_trainer.report.run import ReportedRun, format_utc_now
 from lm_trainer.report.saved import compute_token_savings
@@ -42,6 +45,7 @@ def build_report_page(runs: Sequence[ReportedRun]) -> str:
         "written": format_utc_now(),
         "runs": [_run_content(run) for run in runs],
         "groups": _chart_groups(runs),
+        "comparison": _comparison(runs) if len(runs) > 1 else None,
         "pairs": [_compare_pair(runs[0], other) for other in runs[1:]],
         "tokens": _token_page(runs),
     }
@@ -56,6 +60,26 @@ def build_report_page(runs: Sequence[ReportedRun]) -> str:
     )
 
 
+def _comparison(runs: Sequence[ReportedRun]) -> dict[str, Any]:
+    """Returns the table of all runs, and the means of settings with several seeds."""
+    compared = compare_runs_in_table(runs)
+    seeds = compared.seed_groups()
+    keys = [key for key in compared.keys if key != "trainer.seed"]
+    return {
+        "keys": list(compared.keys),
+        "metrics": list(compared.metrics),
+        "rows": [[list(values), list(losses)] for _, values, losses in compared.rows],
+        "best": list(compared.best),
+        "seeds": {
+            "heads": [*keys, "seeds", *compared.metrics],
+            "rows": [
+                [*values, count, *("" if x is None else f"{x[0]:.5g} ± {x[1]:.2g}" for x in losses)]
+                for values, count, losses in seeds
+            ],
+        },
+    }
+
+
 def _run_content(run: ReportedRun) -> dict[str, Any]:
     last = {
         name: float(values[-1]) for name, (_, values) in run.metrics.items() if name.startswith(("eval/", "lm_eval/"))
@@ -66,6 +90,7 @@ def _run_content(run: ReportedRun) -> dict[str, Any]:
         "step": run.step,
         "steps": run.steps,
         "path": str(run.path),
+        "branch": None if run.branch is None else f"branch of {run.branch.parent}, from step {run.branch.step}",
         "changes": {key: json.dumps(value, ensure_ascii=False) for key, value in run.changes.items()},
         "attempts": list(run.attempts),
         "alerts": [{"step": a.step, "kind": a.kind, "message": a.message} for a in run.alerts],
@@ -166,6 +191,9 @@ def _compare_pair(first: ReportedRun, other: ReportedRun) -> dict[str, Any]:
             if parting is None
             else f"part at step {parting.step}"
         )
+        if comparison.shared is not None:
+            content["bits"] += f"; steps up to {comparison.shared} are shared"
+            content["difference"] = _describe_difference(first, other, comparison.shared)
         content["causes"] = [
             line for kind, lines in comparison.causes.items() if kind != "configuration" for line in lines
         ]
@@ -179,6 +207,12 @@ def _compare_pair(first: ReportedRun, other: ReportedRun) -> dict[str, Any]:
             "interval": list(saved.interval),
         }
     return content
+
+
+def _describe_difference(first: ReportedRun, other: ReportedRun, shared: int) -> dict[str, Any] | None:
+    """Returns the difference of the training losses after the shared steps; None with too few points."""
+    difference = compute_loss_difference(other, first, shared)
+    return None if difference is None else asdict(difference)
 
 
 def _token_page(runs: Sequence[ReportedRun]) -> dict[str, str] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lm_trainer.core.errors import UserError
@@ -46,14 +47,20 @@ class Comparison:
     """Names of the parameters that differ, in the order of the model."""
     unchanged: int = 0
     """Number of parameters that are equal at step `checkpoint`."""
+    shared: int | None = None
+    """Last step that both runs share, because one is a branch of the other or both have a common ancestor; None if they
+    share no step."""
 
 
 def compare_runs(a: RunRecord, b: RunRecord) -> Comparison:
     """Compares the steps that both runs recorded, and the checkpoints that both have of the same step.
 
+    The steps that a branch shares with its ancestors are compared too.
+
     Raises:
         UserError: if the runs have no step in common.
     """
+    a, b = a.with_past(), b.with_past()
     common = [step for step in a.computed if step in b.computed and _shared_metrics(a, b, step)]
     if not common:
         raise UserError(
@@ -63,12 +70,30 @@ def compare_runs(a: RunRecord, b: RunRecord) -> Comparison:
     result = Comparison(a.id, b.id, len(common), common[-1], _first_difference(a, b, common))
     _compare_checkpoints(a, b, result)
     compared_step = result.divergence.step if result.divergence else result.last
-    config, data = _config_differences(a, b, compared_step), _data_differences(a, b)
-    software = environment_differences(a.attempt_at(compared_step), b.attempt_at(compared_step))
+    result.shared = find_shared_step(a, b)
+    x, y = a.owner(compared_step), b.owner(compared_step)
+    config, data = _config_differences(x, y, compared_step), _data_differences(a, b)
+    software = environment_differences(x.attempt_at(compared_step), y.attempt_at(compared_step))
     causes = {"configuration": config, "data": data, "code and packages": software}
     result.causes = {kind: lines for kind, lines in causes.items() if lines}
-    result.harmless = _harmless_differences(a.attempt_at(compared_step), b.attempt_at(compared_step))
+    result.harmless = _harmless_differences(x.attempt_at(compared_step), y.attempt_at(compared_step))
     return result
+
+
+def find_shared_step(a: RunRecord, b: RunRecord) -> int | None:
+    """Returns the last step that two runs share as branches; None if neither is related to the other."""
+    lines = [_ancestors(run) for run in (a, b)]
+    shared = [min(lines[0][path], lines[1][path]) for path in lines[0].keys() & lines[1].keys()]
+    return max(shared, default=None) if a.path != b.path else None
+
+
+def _ancestors(run: RunRecord) -> dict[Path, int]:
+    """Returns the last step that a run shares with itself and each of its ancestors, by run directory."""
+    steps, shared = {run.path: run.last}, run.last
+    while run.branch is not None and run.parent is not None:
+        shared, run = min(shared, run.branch.step), run.parent
+        steps[run.path] = shared
+    return steps
 
 
 def _shared_metrics(a: RunRecord, b: RunRecord, step: int) -> list[str]:

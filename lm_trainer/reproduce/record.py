@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,11 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.safe_names import check_relative_path, path_inside
 from lm_trainer.run.config.recorded_keys import config_with_recorded_keys
 from lm_trainer.run.config.run_config import RunConfig, numeric_differences, numeric_identity
+from lm_trainer.run.files.branch import BranchPoint
 from lm_trainer.run.files.find_run import find_checkpoints_of_run, find_run, run_start_directory
 from lm_trainer.run.files.records import RUN, read_attempts, read_run_record, recorded_identity
-from lm_trainer.trackers import read_metrics
+from lm_trainer.trackers.json_lines import METRICS, decode_non_finite, read_record_blocks
 
-_IGNORED = ("time", "step", "alert", "message")
 _COMPUTED = ("train/", "optim/", "data/loss_tokens", "fingerprint")
 """Prefixes of metrics that do not depend on when and where a step is computed."""
 
@@ -40,7 +42,10 @@ class RunRecord:
     attempts: Sequence[Mapping[str, Any]]
     """Environment of each attempt. The attempt starts after the number of steps in `step`."""
     steps: Mapping[int, Mapping[str, Any]]
-    """Metrics by number of completed steps, in ascending order. All lines of a step are merged."""
+    """Metrics by number of completed steps, in ascending order, but for those that depend on when and where a step is
+    computed. All lines of a step are merged."""
+    branch: BranchPoint | None = None
+    """Start of the run if it is a branch."""
 
     @classmethod
     def read(cls, run: str | Path) -> RunRecord:
@@ -51,11 +56,7 @@ class RunRecord:
         """
         path = find_run(run)
         content, attempts = read_run_record(path), read_attempts(path)
-        steps: dict[int, dict[str, Any]] = {}
-        if (path / "metrics.jsonl").is_file():
-            # A step may have several lines: metrics, evaluations, and the fingerprint of its checkpoint.
-            for line in read_metrics(path):
-                steps.setdefault(line["step"], {}).update(line)
+        steps = _read_computed_metrics(path / METRICS)
         checkpoints = find_checkpoints_of_run(path)
         if not attempts or not (steps or list_steps(checkpoints)):
             raise UserError(f"{path}: this run has not done a step yet")
@@ -66,8 +67,35 @@ class RunRecord:
             recorded_identity(content, path),
             content.get("changes", []),
             attempts,
-            {step: {k: v for k, v in steps[step].items() if k not in _IGNORED} for step in sorted(steps)},
+            steps,
+            BranchPoint.from_record(content, path / RUN),
         )
+
+    @cached_property
+    def parent(self) -> RunRecord | None:
+        """The run that this run is a branch of; None for other runs, or if the parent is gone."""
+        if self.branch is None:
+            return None
+        moved = path_inside(self.path.parent, self.branch.parent, self.path / RUN)
+        for directory in (self.branch.directory, moved):
+            with contextlib.suppress(UserError):
+                parent = RunRecord.read(directory)
+                if parent.id == self.branch.parent:
+                    return parent
+        return None
+
+    def owner(self, step: int) -> RunRecord:
+        """Returns the run that computed a step: this run or, for steps that a branch shares, one of its ancestors."""
+        if self.branch is None or step > self.branch.step or self.parent is None:
+            return self
+        return self.parent.owner(step)
+
+    def with_past(self) -> RunRecord:
+        """Returns the record with the steps that a branch shares with its ancestors."""
+        if self.branch is None or self.parent is None:
+            return self
+        shared = {step: line for step, line in self.parent.with_past().steps.items() if step <= self.branch.step}
+        return replace(self, steps={**shared, **self.steps})
 
     @property
     def start(self) -> int:
@@ -92,15 +120,8 @@ class RunRecord:
 
     @cached_property
     def computed(self) -> dict[int, dict[str, Any]]:
-        """The metrics in `steps` that do not depend on when and where they are computed.
-
-        Steps without any are left out.
-        """
-        computed = {
-            step: {name: value for name, value in metrics.items() if name.startswith(_COMPUTED)}
-            for step, metrics in self.steps.items()
-        }
-        return {step: metrics for step, metrics in computed.items() if metrics}
+        """The steps with metrics."""
+        return {step: metrics for step, metrics in self.steps.items() if metrics}
 
     @property
     def last(self) -> int:
@@ -139,6 +160,39 @@ class RunRecord:
         """The directory in which the run was started. Relative paths in its configuration refer to this directory."""
         return run_start_directory(self.path, self.load_config(self.last).trainer.log_dir)
 
+    def config_file(self, step: int) -> Path:
+        """Returns the path of the configuration of a step, counted from 1.
+
+        Raises:
+            UserError: if the run used a custom training loop.
+        """
+        if not {"model", "data"} <= self.identity.keys():
+            raise UserError(
+                f"{self.path}: this run was made with a loop of one's own, of which the directory knows neither model "
+                f"nor data; it cannot be computed again from there"
+            )
+        # At each configuration change the previous file was kept. It applies up to and including the step of the
+        # change.
+        name = next((change["config_before"] for change in self.changes if step <= change["step"]), "config.yaml")
+        return path_inside(self.path, name, self.path / RUN)
+
+    def find_start(self, completed: int, until: int) -> int:
+        """Returns the nearest point at or before `completed` steps from which the steps up to `until` can be computed.
+
+        This is a checkpoint, or the start of the run.
+
+        Raises:
+            UserError: if the configuration changed in between, and there is no checkpoint after the change.
+        """
+        start = max(s for s in (self.start, *self.checkpoint_steps()) if s <= completed)
+        last_reachable = self.last_reachable_step(start)
+        if until > last_reachable:
+            raise UserError(
+                f"step {until} cannot be reached: the configuration changed after step {last_reachable}, and there is "
+                f"no checkpoint between it and step {until} (there are: {self.checkpoint_steps()})"
+            )
+        return start
+
     def load_config(self, step: int, overrides: Sequence[str] = ()) -> RunConfig:
         """Loads the configuration of a step.
 
@@ -149,15 +203,7 @@ class RunRecord:
         Raises:
             UserError: if the run used a custom training loop, or a setting would change its numbers.
         """
-        if not {"model", "data"} <= self.identity.keys():
-            raise UserError(
-                f"{self.path}: this run was made with a loop of one's own, of which the directory knows neither model "
-                f"nor data; it cannot be computed again from there"
-            )
-        # At each configuration change the previous file was kept. It applies up to and including the step of the
-        # change.
-        name = next((change["config_before"] for change in self.changes if step <= change["step"]), "config.yaml")
-        file = path_inside(self.path, name, self.path / "run.json")
+        file = self.config_file(step)
         # The trackers are removed, because their packages may not be installed on this machine.
         plain = self._load_config_file(file)
         if not overrides:
@@ -170,6 +216,19 @@ class RunRecord:
     def _load_config_file(self, file: Path, overrides: Sequence[str] = ()) -> RunConfig:
         loaded = load(file, ["trainer.tracker=[]", *overrides], RunConfig)
         return config_with_recorded_keys(loaded.config, loaded.data)
+
+
+def _read_computed_metrics(file: Path) -> dict[int, dict[str, Any]]:
+    """Reads the metrics that do not depend on when and where a step is computed, by step in ascending order."""
+    steps: dict[int, dict[str, Any]] = {}
+    is_computed: dict[str, bool] = {}
+    # A step may have several lines: metrics, evaluations, and the fingerprint of its checkpoint.
+    for record in itertools.chain.from_iterable(read_record_blocks(file)):
+        metrics = steps.setdefault(record["step"], {})
+        for name, value in record.items():
+            if is_computed.setdefault(name, name.startswith(_COMPUTED)):
+                metrics[name] = decode_non_finite(value)
+    return dict(sorted(steps.items()))
 
 
 def is_bitwise_equal(a: Any, b: Any) -> bool:

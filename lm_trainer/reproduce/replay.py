@@ -152,14 +152,7 @@ def _nearest_checkpoint_step(record: RunRecord, step: int) -> int:
     total = record.load_config(step).trainer.num_train_steps
     if not record.start < step <= total:
         raise UserError(f"the run {record.id} has the steps {record.start + 1} to {total}; there is no step {step}")
-    start = max(s for s in (record.start, *record.checkpoint_steps()) if s < step)
-    last_reachable = record.last_reachable_step(start)
-    if step > last_reachable:
-        raise UserError(
-            f"step {step} cannot be reached: the configuration changed after step {last_reachable}, and there is "
-            f"no checkpoint between it and step {step} (there are: {record.checkpoint_steps()})"
-        )
-    return start
+    return record.find_start(step - 1, step)
 
 
 def _write_gradients(file: Path, observer: _StepObserver) -> Path:

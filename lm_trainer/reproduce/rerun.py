@@ -22,6 +22,7 @@ from lm_trainer.parallel.distributed import DistributedConfig
 from lm_trainer.reproduce.record import RunRecord
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.run.files.directory import record_branch
 from lm_trainer.run.files.environment import num_cpu_threads_for_rerun
 from lm_trainer.run.files.fingerprint import compute_fingerprint, extend_chain
 from lm_trainer.run.train import PreparedRun, prepare_run
@@ -56,6 +57,11 @@ class Rerun:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._batches = run.batches()
+
+    @property
+    def chain(self) -> str | None:
+        """Hash chain over all steps so far; None if the checkpoint has none."""
+        return self._chain
 
     def next_batch(self) -> Batch:
         """Reads the batch of the next step. Repeated calls return the same batch until `run_step` has used it."""
@@ -92,22 +98,40 @@ class Rerun:
 
 
 @contextlib.contextmanager
-def open_rerun(record: RunRecord, start: int, *, overrides: Sequence[str] = (), progress: Progress) -> Iterator[Rerun]:
+def open_rerun(
+    record: RunRecord,
+    start: int,
+    *,
+    overrides: Sequence[str] = (),
+    config: RunConfig | None = None,
+    progress: Progress,
+) -> Iterator[Rerun]:
     """Resumes a run after `start` steps, from a checkpoint or from its start, without modifying it.
 
     Uses the devices of this machine. Their number and the sharding may differ from those in the run.
+
+    Args:
+        record: the run.
+        start: number of completed steps.
+        overrides: settings `KEY=VALUE` that override the configuration and do not affect the results.
+        config: configuration of the steps, if it is not the recorded one with `overrides`. Must have the same results.
+        progress: shows the current phase.
 
     Raises:
         UserError: if the checkpoint or the data no longer exist, or the configuration does not fit the devices.
     """
     with tempfile.TemporaryDirectory(prefix="lmt-") as scratch, contextlib.chdir(record.root):
-        config = _isolate_config(record.load_config(start + 1, overrides), Path(scratch), record.id)
+        plain = record.load_config(start + 1, overrides) if config is None else config
+        config = _isolate_config(plain, Path(scratch), record.id)
         configure_as_recorded(
             record, config.trainer, start + 1
         )  # before a checkpoint is read, which starts the backends
         saved = record.read_checkpoint(start)
         if start in record.checkpoint_steps():
             config = _link_checkpoint(config, record.checkpoints, start, Path(scratch) / "checkpoints" / record.id)
+        if record.branch is not None and start == record.branch.step:
+            # With it, the first step of a branch may have another optimizer and other data than its checkpoint.
+            record_branch(config, record.id, record.branch)
         # If the user changed the configuration at exactly this step, allows the change here too.
         changed = any(change["step"] == start for change in record.changes)
         # Checkpoints of older versions contain no hash chain.

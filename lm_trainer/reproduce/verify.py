@@ -101,9 +101,9 @@ def verify_segment(
     with open_rerun(record, segment.start, overrides=overrides, progress=progress) as recomputed_run:
         while segment.difference is None and recomputed_run.state.step < segment.end:
             progress.phase(f"step {recomputed_run.state.step + 1} of {segment.start + 1} to {segment.end}")
-            segment.difference = _compare_step(record, segment, recomputed_run)
-        if segment.difference is None and segment.end in record.checkpoint_steps():
-            segment.difference = _compare_arrays(record, recomputed_run)
+            segment.difference = compare_step(record, segment, recomputed_run)
+            if segment.difference is None and recomputed_run.state.step in record.checkpoint_steps():
+                segment.difference = _compare_arrays(record, recomputed_run)
         segment.notes += _note_other_program(record, segment, recomputed_run)
     return segment
 
@@ -120,7 +120,8 @@ def _note_other_program(record: RunRecord, segment: Segment, recomputed_run: Rer
     return [f"the program of the step was {recorded['program']}, and is {recomputed_run.program} here"]
 
 
-def _compare_step(record: RunRecord, segment: Segment, recomputed_run: Rerun) -> Difference | None:
+def compare_step(record: RunRecord, segment: Segment, recomputed_run: Rerun) -> Difference | None:
+    """Computes the next step, and compares it with the recorded one. Counts the comparison in the segment."""
     metrics = recomputed_run.run_step()
     step = recomputed_run.state.step
     recorded = record.computed.get(step, {})

@@ -25,6 +25,8 @@ from lm_trainer.parallel.no_fma import without_fma
 from lm_trainer.parallel.ordered_sum import sum_of_squares
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.step.base import Observer, UpdateRule
+from lm_trainer.step.check.cross_check import CrossCheck
+from lm_trainer.step.check.recompute import Recomputation, positions_of_groups
 from lm_trainer.step.choose_update import choose_update
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
 from lm_trainer.step.dispatch.executable import Executable, Executables
@@ -40,6 +42,7 @@ from lm_trainer.step.staged.whole_model import whole_model_stages
 from lm_trainer.step.state.model_def import ModelDef, Params
 from lm_trainer.step.state.state_sharding import StateSharding
 from lm_trainer.step.state.train_state import TrainState
+from lm_trainer.step.updates.load import split_loads
 from lm_trainer.step.updates.update import Metrics
 
 logger = logging.getLogger(__name__)
@@ -107,9 +110,14 @@ class ElasticStep:
         self._dispatch_to(MeshWide(self.devices) if wide else self.devices)
         param_shardings = {name: sharding.params[name] for name in trainable}
         everywhere = NamedSharding(mesh, PartitionSpec())
-        norm = jax.jit(lambda grads: sum_of_squares(grads, param_shardings, mesh), out_shardings=everywhere)
+        self._loads = sharding.loads
+
+        def squares(grads: Params) -> jax.Array:
+            return sum_of_squares(split_loads(grads, self._loads)[0], param_shardings, mesh)
+
+        norm = jax.jit(squares, out_shardings=everywhere)
         self._norm = Program("norm", norm, "numbers")
-        self._update = choose_update(rule, model.optimizer_params(), model.shapes, shardings, mesh)
+        self._update = choose_update(rule, model.optimizer_params(), model.shapes, shardings, mesh, sharding.loads)
         # Donates argument 1, the average, because `without_fma` prepends the zero as an argument.
         average = jax.jit(without_fma(ema_update), out_shardings=shardings.params, donate_argnums=1)
         self._average = Program("average", average, "new state", elementwise=True)
@@ -161,14 +169,25 @@ class ElasticStep:
         """Returns the sums of loss, weights, gradients and reported metrics over the global batch."""
         return self._gradient(self._prepare_params(state), batch, state.step)
 
+    def recomputation(self, state: TrainState, batch: PlacedBatch) -> Recomputation:
+        """Returns the first microbatch of each batch shard, to compute it on other devices."""
+        positions = positions_of_groups(batch, 0)
+        params = self._prepare_params(state)
+        return Recomputation(self._gradient, self._computing, params, batch, positions, state.step)
+
     def _prepare_params(self, state: TrainState) -> PreparedParams:
         return self._gradient.prepare_params({**state.frozen, **state.params})
 
     def __call__(
-        self, state: TrainState, batch: PlacedBatch, learning_rate: float, observer: Observer | None = None
+        self,
+        state: TrainState,
+        batch: PlacedBatch,
+        learning_rate: float,
+        observer: Observer | None = None,
+        check: CrossCheck | None = None,
     ) -> tuple[TrainState, Metrics]:
         """Runs one step on a batch that was placed by `put`."""
-        (scalars, grads), curvature = self._gradient_and_curvature(state, batch)
+        (scalars, grads), curvature = self._gradient_and_curvature(state, batch, check)
         # Called before the update, which consumes the state.
         observed = None if observer is None else observer.before_step(state)
         scalars = {
@@ -179,7 +198,7 @@ class ElasticStep:
         params, opt_state, metrics = self._update(state.params, state.opt_state, grads, curvature, scalars)
         done = TrainState(state.step + 1, params, opt_state, self._update_average(state, params), state.frozen)
         if observer is not None:
-            observer.after_step(observed, grads, scalars["weight"], done)
+            observer.after_step(observed, split_loads(grads, self._loads)[0], scalars["weight"], done)
         return done, metrics
 
     @cached_property
@@ -189,10 +208,15 @@ class ElasticStep:
     def _replicate_scalar(self, value: np.generic) -> jax.Array:
         return replicate(value, self.devices.sharding.mesh)
 
-    def _gradient_and_curvature(self, state: TrainState, batch: PlacedBatch) -> tuple[Sums, Params | None]:
+    def _gradient_and_curvature(
+        self, state: TrainState, batch: PlacedBatch, check: CrossCheck | None
+    ) -> tuple[Sums, Params | None]:
         # Gathered parameters are freed when this function returns, which is before the update.
         params = self._prepare_params(state)
-        sums = self._gradient(params, batch, state.step)
+        if check is None:
+            sums = self._gradient(params, batch, state.step)
+        else:
+            sums = check.compute(self._gradient, self._computing, params, batch, state.step)
         if self._curvature is None or state.step % self._rule.optimizer.curvature_interval:
             return sums, None
         return sums, self._curvature(params, batch, state.step).tree

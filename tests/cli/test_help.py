@@ -19,7 +19,7 @@ from tests.conftest import ROOT, RunLmt, lmt_environment
 
 COMMANDS = (
     *("train", "config", "export-hf", "import-hf", "generate", "bench", "data", "launch", "ladder"),
-    *("verify", "replay", "diff", "golden", "plan", "runs"),
+    *("verify", "replay", "diff", "branch", "golden", "plan", "runs"),
 )
 HEAVY = (
     "jax",
@@ -89,6 +89,8 @@ def test_a_misspelt_command_is_answered_with_the_near_one() -> None:
         (["config", "chek"], "no such command 'chek'; did you mean 'check'"),
         (["runs", "--jsno"], "--jsno: no such option; did you mean '--json'?"),
         (["generate", "x", "--max-tokens", "many"], "--max-tokens"),
+        (["replay", "x", "--step", "3", "--dump-grads", "trainer.seed=3"], "--dump-grads has no value: trainer.seed=3"),
+        (["eval", "x", "--data", "trainer.seed=3"], "--data has no value: trainer.seed=3 behind it is a setting"),
     ],
 )
 def test_a_mistake_in_the_command_line_is_one_line_as_all_other_errors(arguments: list[str], message: str) -> None:

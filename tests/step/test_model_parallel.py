@@ -31,6 +31,10 @@ SIZES = {"seq_len": SEQ, "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "sca
 GPT2 = {"type": "gpt2", **SIZES, "resid_pdrop": 0.0, "embed_pdrop": 0.0, "gradient_checkpointing": False}
 LLAMA = {"type": "llama", **SIZES, "num_kv_heads": 1, "intermediate_dim": 32, "gradient_checkpointing": False}
 MISTRAL = {**LLAMA, "type": "mistral", "sliding_window": 9}
+LATENT: dict[str, Any] = {
+    "type": "minicpm3", **SIZES, "intermediate_dim": 48, "kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4, "v_head_dim": 8, "gradient_checkpointing": False,
+}  # fmt: skip
 RING = {"attn_backend": "ring", "flash_attention_block_size": 2}
 MIXTRAL = {**LLAMA, "type": "mixtral", "lbl_coef": 0.05, "rzl_coef": 0.01, "n_routed_experts": 4}
 ONE_MICROBATCH: dict[str, Any] = {"elastic_shards": 1, "train_batch_size": ROWS}
@@ -143,6 +147,8 @@ def test_layers_cut_over_devices_compute_the_same() -> None:
         (MIXTRAL | RING, {"expert": 2, "context": 2}, {}),
         (GPT2 | RING, {"pipeline": 2, "context": 2}, {}),
         (MISTRAL | RING, {"context": 1}, {}),
+        (LATENT, {"context": 2, "model": 2}, {}),
+        (LATENT | RING, {"context": 2}, {}),
     ],
     ids=lambda value: "-".join(map(str, value.get("type", value) if isinstance(value, dict) else value)),
 )

@@ -20,6 +20,7 @@ from lm_trainer.nn.lora import attach_lora, is_adapter_param
 from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, token_loss, token_nll
 from lm_trainer.nn.quantize import quantize
 from lm_trainer.nn.reference import attach_reference, is_reference_param
+from lm_trainer.nn.router import LoadParam
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.nn.stages import StagedLoss, staged_token_loss, staged_token_nll
 from lm_trainer.objectives.base import PreferenceLossConfig
@@ -94,7 +95,8 @@ def trace_module(build: Callable[[], nnx.Module], param_dtype: Any, is_trainable
     def cast() -> nnx.Module:
         model = build()
         for _, variable in nnx.iter_graph(model):
-            if isinstance(variable, nnx.Param):
+            # Loads are counts, which no narrow dtype holds.
+            if isinstance(variable, nnx.Param) and not isinstance(variable, LoadParam):
                 variable.set_value(variable.get_value().astype(param_dtype))
         return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,7 @@ from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.step_plan import StepPlan
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.base import Observer, Step, UpdateRule
+from lm_trainer.step.check.cross_check import CrossCheck
 from lm_trainer.step.dispatch.model_parallel_limits import check_model_parallel, model_parallel_axes
 from lm_trainer.step.dispatch.recorder import Measure
 from lm_trainer.step.elastic import CurvatureStages, ElasticStep
@@ -46,6 +48,7 @@ from lm_trainer.step.staged.split_loss import SplitLoss
 from lm_trainer.step.state.model_def import ModelDef, Params
 from lm_trainer.step.state.state_sharding import StateSharding, plan_state_sharding
 from lm_trainer.step.state.train_state import TrainState, fresh_params, fresh_state, state_from_params
+from lm_trainer.step.updates.load import split_loads
 from lm_trainer.step.updates.update import Metrics
 
 _SAMPLING_BLOCK = 1024
@@ -111,7 +114,7 @@ class TrainingSetup:
         return step.record(row, platform, measure, limit)
 
     def take_step(
-        self, state: TrainState, batch: Batch, observer: Observer | None = None
+        self, state: TrainState, batch: Batch, observer: Observer | None = None, check: CrossCheck | None = None
     ) -> tuple[TrainState, Metrics]:
         """Runs one training step on a batch in host memory.
 
@@ -119,18 +122,22 @@ class TrainingSetup:
             state: state before the step. Its arrays are donated.
             batch: rows of this process in the global batch, as NumPy arrays.
             observer: receives intermediate values of the step.
+            check: checks the devices during the step.
+
+        Raises:
+            HardwareError: if the check fails. The state before the step is still valid.
         """
-        return self.compute_step(state, self.step.put(batch, state.step), observer)
+        return self.compute_step(state, self.step.put(batch, state.step), observer, check)
 
     def learning_rate(self, step: int) -> float | None:
         """Returns the learning rate after `step` steps, or None if the optimizer has an internal schedule."""
         return None if self.schedule is None else self.schedule(step)
 
     def compute_step(
-        self, state: TrainState, placed: Any, observer: Observer | None = None
+        self, state: TrainState, placed: Any, observer: Observer | None = None, check: CrossCheck | None = None
     ) -> tuple[TrainState, Metrics]:
         """Like `take_step`, but for a batch that `step.put` has already placed on the devices."""
-        return self.step(state, placed, self.learning_rate(state.step) or 0.0, observer)
+        return self.step(state, placed, self.learning_rate(state.step) or 0.0, observer, check)
 
     def from_weights(self, params: Mapping[str, np.ndarray | jax.Array]) -> TrainState:
         """Returns a state at step 0 with the given weights, which must be complete."""
@@ -144,8 +151,10 @@ class TrainingSetup:
         """
         params = state.params
         if self.has_eval_params:
-            param_sharding = self.sharding.trained.params
-            params = jax.jit(self.optimizer.eval_params, out_shardings=param_sharding)(state.params, state.opt_state)
+            others, loads = split_loads(state.params, self.model.loads)
+            param_sharding = {name: self.sharding.trained.params[name] for name in others}
+            evaluated = jax.jit(self.optimizer.eval_params, out_shardings=param_sharding)(others, state.opt_state)
+            params = {**evaluated, **loads}
         sets = {"": params} if state.averaged is None else {"": params, AVERAGED: state.averaged}
         return {name: {**state.frozen, **weights} for name, weights in sets.items()}
 
@@ -272,7 +281,11 @@ def shard_state(
     )
     trained = {name: x for name, x in model.shapes.items() if name in model.trainable}
     tx = optimizer.build(model.optimizer_params())
-    return tx, plan_state_sharding(trained, tx, param_shardings, mesh)
+    if model.loads:
+        # The state of the optimizer has no arrays for parameters that it does not update.
+        init = tx.init
+        tx = tx._replace(init=lambda params: init(split_loads(params, model.loads)[0]))
+    return tx, dataclasses.replace(plan_state_sharding(trained, tx, param_shardings, mesh), loads=model.loads)
 
 
 def _check_model_parallel(plan: StepPlan, optimizer: Optimizer, model: ModelDef, mesh: Mesh) -> None:

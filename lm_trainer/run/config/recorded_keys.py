@@ -18,6 +18,7 @@ from lm_trainer.run.config.recorded_data_keys import (
 )
 
 if TYPE_CHECKING:
+    from lm_trainer.models.base import DecoderConfig
     from lm_trainer.run.config.trainer_config import TrainerConfig
 
 ConfigT = TypeVar("ConfigT", bound=Config)
@@ -87,12 +88,13 @@ def with_inferred_keys(identity: Mapping[str, Any]) -> dict[str, Any]:
     return {**identity, "trainer": trainer}
 
 
-def without_newer_defaults(identity: Mapping[str, Any], trainer: TrainerConfig) -> dict[str, Any]:
+def without_newer_defaults(identity: Mapping[str, Any], trainer: TrainerConfig, model: DecoderConfig) -> dict[str, Any]:
     """Returns a numeric identity without newer keys and newer defaults, as older versions would have recorded it.
 
     Args:
         identity: numeric identity of the configuration.
         trainer: trainer section of the configuration.
+        model: model section of the configuration.
     """
     recorded, fields = dict(identity["trainer"]), type(trainer).model_fields
     if trainer.gather == "layer":
@@ -106,6 +108,9 @@ def without_newer_defaults(identity: Mapping[str, Any], trainer: TrainerConfig) 
     sections = {key: value for key, value in identity.items() if (key, value) != ("loss", _ONLY_LOSS)}
     if isinstance(data := identity.get("data"), Mapping):
         sections["data"] = data_without_newer_defaults(data)
+    if isinstance(recorded_model := sections.get("model"), Mapping):
+        newer = {n for n in model.newer_fields if getattr(model, n) == type(model).model_fields[n].default}
+        sections["model"] = {key: value for key, value in recorded_model.items() if key not in newer}
     return {**sections, "trainer": recorded}
 
 

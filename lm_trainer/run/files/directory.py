@@ -26,7 +26,8 @@ from lm_trainer.run.config.recorded_keys import config_with_recorded_keys
 from lm_trainer.run.config.run_config import RunConfig, config_hash, numeric_differences, numeric_identity
 from lm_trainer.run.config.run_id import explain_invalid_run_id
 from lm_trainer.run.config.trainer_config import TrainerConfig
-from lm_trainer.run.files.bucket_mirror import COPY_DIRECTORY, BucketMirror
+from lm_trainer.run.files.branch import BRANCH, BranchPoint
+from lm_trainer.run.files.bucket_mirror import BucketMirror
 from lm_trainer.run.files.environment import (
     continued_attempt_notes,
     describe_environment,
@@ -34,6 +35,7 @@ from lm_trainer.run.files.environment import (
     num_cpu_threads_for_rerun,
 )
 from lm_trainer.run.files.records import (
+    COPY_DIRECTORY,
     ENVIRONMENT,
     RUN,
     RecordCopies,
@@ -108,6 +110,8 @@ class RunDirectory:
         self.path = local_path(trainer.log_dir) / name
         checkpoints = checkpoint_directory(trainer, name)
         self.checkpoints: StoragePath = checkpoints.absolute() if isinstance(checkpoints, Path) else checkpoints
+        self.branch: BranchPoint | None = None
+        """Start of the run, if it is a branch. `restore_recorded_keys` reads it."""
         self._locks = contextlib.ExitStack()
         self._records = RecordCopies(self.path, self.checkpoints, name)
         self.chain = ""
@@ -214,7 +218,9 @@ class RunDirectory:
                 f"warning: {self.path / name} was missing, and is back from the copy beside the checkpoints"
             )
         missing = [name for name in _EFFECTS if not (self.path / name).exists()]
-        if missing and list_steps(self.checkpoints):
+        # A branch that has not begun has the checkpoint of its first step, and no attempt.
+        begun = [step for step in list_steps(self.checkpoints) if self.branch is None or step != self.branch.step]
+        if missing and begun:
             self.notes += [
                 f"warning: {self.path / name} is missing, and there is no copy: {_EFFECTS[name]}" for name in missing
             ]
@@ -223,11 +229,23 @@ class RunDirectory:
         content = {"id": self.name, "checkpoints": str(self.checkpoints), "identity": numeric_identity(self.config)}
         if changes:
             content["changes"] = changes
+        if self.branch is not None:
+            content[BRANCH] = self.branch.to_record()
         self._records.write(RUN, json.dumps(content, indent=1) + "\n")
         text = to_yaml(self.config, redact=True)
         write_atomically(self.path / "config.yaml", text)
         with staging_directory(self.checkpoints) as directory:
             write_atomically(directory / "config.yaml", text)
+        # Settings of a program of the user need not have a model.
+        for file in getattr(getattr(self.config, "model", None), "code_files", ()):
+            if file.is_file():
+                self.write_artifact(file.name, file)
+
+    def set_branch(self, point: BranchPoint) -> None:
+        """Records that the run is a branch. The directory must be entered, and the run must not have begun."""
+        self.branch = point
+        if is_lead():
+            self._write_records([])
 
     def write_artifact(self, name: str, artifact: Any) -> Path:
         """Writes text, bytes, a copy of a file or a JSON-serialisable value to `artifacts`/name. Returns the path."""
@@ -247,7 +265,15 @@ class RunDirectory:
         # On a CPU, XLA splits sums according to its number of threads, so a resumed run needs the same number to give
         # the same bits.
         attempts = self._read_attempts() if trainer.bitwise else []
+        if not attempts and trainer.bitwise:
+            # A branch goes on with the number of threads of its parent.
+            branch = BranchPoint.from_record(self._read_run_record() or {}, self.path / RUN)
+            attempts = [] if branch is None else [{"cpu_threads": branch.cpu_threads}]
         return num_cpu_threads_for_rerun(trainer, attempts[-1] if attempts else {})
+
+    def _read_run_record(self) -> dict[str, Any] | None:
+        content = self._read_unlocked(RUN)
+        return None if content is None else parse_run_record(self.path / RUN, content)
 
     def _read_attempts(self) -> list[dict[str, Any]]:
         return parse_attempts(self.path / ENVIRONMENT, self._read_unlocked(ENVIRONMENT))
@@ -271,12 +297,14 @@ class RunDirectory:
     def restore_recorded_keys(self) -> None:
         """Sets keys that are not set to the values recorded at the start of the run; see `trainer_with_recorded_keys`.
 
-        All processes must call this method, which waits for the others.
+        Also reads the start of a branch. All processes must call this method, which waits for the others.
         """
-        content = self._read_unlocked(RUN) if is_lead() else None
-        identity = {} if content is None else recorded_identity(parse_run_record(self.path / RUN, content), self.path)
+        record = self._read_run_record() if is_lead() else None
+        local = {} if record is None else {"identity": recorded_identity(record, self.path), BRANCH: record.get(BRANCH)}
         # It may be that only the first process can access the directory.
-        self.config = config_with_recorded_keys(self.config, json.loads(gather_texts(json.dumps(identity))[0]))
+        shared = json.loads(gather_texts(json.dumps(local))[0])
+        self.branch = BranchPoint.from_record(shared, self.path / RUN)
+        self.config = config_with_recorded_keys(self.config, shared.get("identity", {}))
 
     def record_attempt(self, trainer: TrainerConfig, *, step: int, rows: int, program: str) -> list[str]:
         """Records the environment of this attempt in env.json, and a changed configuration in run.json.
@@ -315,6 +343,17 @@ class RunDirectory:
             self._write_records(updated)
         lines, self._differences = self._differences, []
         return [f"from step {step} on with another configuration:\n  " + "\n  ".join(lines)] if lines else []
+
+
+def record_branch(config: RunConfig, name: str, point: BranchPoint) -> RunDirectory:
+    """Creates the directory of a run that is a branch, which can then be started. Returns the closed directory.
+
+    Raises:
+        UserError: as for `RunDirectory`.
+    """
+    with RunDirectory(config.trainer, config, name) as directory:
+        directory.set_branch(point)
+    return directory
 
 
 def _refuse_links(directory: Path) -> None:

@@ -12,6 +12,7 @@ import jax
 
 from lm_trainer.checkpoint.store import CheckpointStore
 from lm_trainer.core.config import Config
+from lm_trainer.core.errors import UserError
 from lm_trainer.core.runtime import configure_jax
 from lm_trainer.health.peer_failure import join_processes
 from lm_trainer.health.signals import SaveRequests, StopRequest
@@ -65,12 +66,21 @@ class Attempt:
         if jax.process_count() > 1:
             for note in check_data_agreement(fingerprint(self.config.num_train_steps)):
                 self.progress.note(note)
-        allow = self.directory.allow_change
+        allow, branch = self.directory.allow_change, self.directory.branch
         state, record = load_initial_state(
-            StartRequest(config or self.config, setup, self.store, init, fingerprint, allow)
+            StartRequest(config or self.config, setup, self.store, init, fingerprint, allow, branch)
         )
+        if branch is not None and state.step < branch.step:
+            raise UserError(
+                f"{self.directory.path}: the checkpoint of step {branch.step}, with which the branch begins, is gone; "
+                f"`lmt branch {branch.parent} --at {branch.step} {self.directory.name}`, with the same changes, makes "
+                f"it again"
+            )
         # The fingerprint covers all steps, including the steps of a run from whose checkpoint this run started.
         self.directory.chain = record.get("chain", "")
+        if branch is not None and state.step == branch.step:
+            for note in branch.notes():
+                self.progress.note(note)
         if state.step:
             self.progress.note(f"resumed at step {state.step} of {self.config.num_train_steps}")
         if extra_permanent := self.store.extra_permanent_note():

@@ -23,6 +23,7 @@ from lm_trainer.profile.trace import Profiler, ProfilerOff
 from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.artifacts import Artifacts
+from lm_trainer.run.files.branch import BRANCH
 from lm_trainer.run.start.attempt import Attempt
 from lm_trainer.run.training.bad_batches import BadBatchDump
 from lm_trainer.run.training.batches import DataWait
@@ -30,6 +31,7 @@ from lm_trainer.run.training.checkpoints import EMPTY_STEPS, SERIES, Checkpoints
 from lm_trainer.run.training.compilation import Compilation
 from lm_trainer.run.training.data_notes import BuildWatch
 from lm_trainer.run.training.evaluations import EvalSets, Evaluations
+from lm_trainer.run.training.hardware_checks import HardwareChecks
 from lm_trainer.run.training.hf_exports import HfExports
 from lm_trainer.run.training.hooks import Hooks
 from lm_trainer.run.training.metrics import MetricLogger
@@ -57,6 +59,7 @@ class LoopParts:
     exports: tuple[HfExports, ...]
     build_watch: BuildWatch | None
     tasks: TaskEvaluation | None
+    hardware: HardwareChecks
     hooks: Hooks
     """Hooks that the user has added."""
     checkpoints: Checkpoints
@@ -116,10 +119,15 @@ def open_loop(attempt: Attempt, setup: TrainingSetup, state: TrainState, options
         goodput = Goodput.resume(directory.path / METRICS, state.step, attempt.started)
         saved = attempt.store.read_record(state.step)
         # The tracker is opened first and closed last, so that it receives the final reports of the other parts.
-        tracker = stack.enter_context(closing(_open_trackers(attempt, state.step, saved.get(SERIES))))
+        # The lines of the steps that a branch shares are in the directory of its parent.
+        begins = directory.branch is not None and directory.branch.step == state.step
+        tracker = stack.enter_context(
+            closing(_open_trackers(attempt, state.step, None if begins else saved.get(SERIES)))
+        )
         for note in [*(f"warning: {gap}" for gap in tracker.gaps), *tracker.notes]:
             progress.note(note)
-        tracker.log_config(directory.config.model_dump(mode="json"))
+        lineage = {} if directory.branch is None else {BRANCH: directory.branch.to_record()}
+        tracker.log_config({**directory.config.model_dump(mode="json"), **lineage})
         artifacts = Artifacts(directory, tracker)
         norms = Watcher(config.watch, setup.sharding, setup.model.axes)
         bad_batches = BadBatchDump(directory.path / "non-finite")
@@ -158,6 +166,7 @@ def open_loop(attempt: Attempt, setup: TrainingSetup, state: TrainState, options
             exports=tuple(options.exports),
             build_watch=options.build_watch,
             tasks=options.tasks,
+            hardware=HardwareChecks(config, directory, alerts),
             hooks=options.hooks,
             checkpoints=checkpoints,
             bad_batches=bad_batches,

@@ -16,9 +16,10 @@ from lm_trainer.core.tree import named_leaves
 from lm_trainer.data import Tokenizer
 from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.run.files.branch import BranchPoint
 from lm_trainer.run.files.find_run import find_checkpoints
 from lm_trainer.run.weights.adapters import load_merged_model
-from lm_trainer.run.weights.saved_model import AVERAGED, read_vocabulary
+from lm_trainer.run.weights.saved_model import AVERAGED, PARAMS, read_vocabulary
 from lm_trainer.run.weights.saved_state import OPT_STATE, Fingerprint, abstract_checkpoint, restore_state
 from lm_trainer.step.state.train_state import TrainState
 
@@ -42,6 +43,7 @@ class StartRequest:
             seed.
         fingerprint: returns the fingerprint of the data for a number of steps.
         allow_other_data: continue, with a warning, from a checkpoint that was trained on other data.
+        branch: start of the run if it is a branch.
     """
 
     trainer: TrainerConfig
@@ -50,6 +52,7 @@ class StartRequest:
     init: Callable[[], TrainState]
     fingerprint: Callable[[int], Fingerprint]
     allow_other_data: bool = False
+    branch: BranchPoint | None = None
 
 
 class Start(NamedTuple):
@@ -87,6 +90,19 @@ def choose_vocab_size(trainer: TrainerConfig, tokenizer: Tokenizer) -> int:
             f"{find_checkpoints(source)[0] / 'tokenizer'}"
         )
     return vocab_size
+
+
+def begin_with_fresh_optimizer(request: StartRequest) -> Start | None:
+    """Begins a branch with another optimizer: weights and step of its first checkpoint, and a new optimizer state."""
+    branch, store = request.branch, request.store
+    if branch is None or not branch.fresh_optimizer or store.steps()[-1:] != [branch.step]:
+        return None
+    params = {name: x for name, x in abstract_checkpoint(request.setup).items() if name.startswith(PARAMS)}
+    try:
+        restored = read_step(store.directory, branch.step, params, prefix=PARAMS)
+    except CheckpointError as error:
+        raise UserError(f"{store.directory}: the checkpoint of step {branch.step} cannot be used: {error}") from error
+    return _resume(request, restored, _OWN_REMEDY)
 
 
 def resume_own_checkpoint(request: StartRequest) -> Start | None:
@@ -148,6 +164,7 @@ def initialize_model(request: StartRequest) -> Start | None:
 
 
 ORIGINS: tuple[Callable[[StartRequest], Start | None], ...] = (
+    begin_with_fresh_optimizer,
     resume_own_checkpoint,
     load_checkpoint_path,
     initialize_from,
@@ -158,10 +175,12 @@ always resumes from them, so the configured origin only matters before the first
 
 
 def _resume(request: StartRequest, restored: Restored, remedy: str) -> Start:
-    _check_same_data(restored, request.fingerprint(restored.step), request.allow_other_data, remedy)
-    _log_missing(
-        f"the checkpoint of step {restored.step}", set(abstract_checkpoint(request.setup)) - set(restored.arrays)
-    )
+    begins = request.branch if request.branch is not None and request.branch.step == restored.step else None
+    if begins is None or not begins.other_data:
+        _check_same_data(restored, request.fingerprint(restored.step), request.allow_other_data, remedy)
+    if begins is None or not begins.fresh_optimizer:
+        missing = set(abstract_checkpoint(request.setup)) - set(restored.arrays)
+        _log_missing(f"the checkpoint of step {restored.step}", missing)
     return Start(restore_state(restored, request.setup, request.init), restored.record)
 
 
