@@ -46,7 +46,7 @@ def main() -> None:
     options = parser.parse_args()
     prepare_process()
     print("# Kernels of experts on a CPU\n")
-    print(describe_setting("jax"), f"{options.pairs} pairs.", describe_load())
+    print(describe_setting("jax"), f"{options.pairs} pairs.", describe_load("at the start"))
     print()
     rows = []
     for name, shape in SHAPES.items():

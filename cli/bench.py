@@ -223,6 +223,51 @@ def checkpoint(
     _print_measured(measured, as_json)
 
 
+@app.command(context_settings=OVERRIDES)
+def hardware(
+    ctx: typer.Context,
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    minutes: Annotated[float, typer.Option("--minutes", metavar="M", min=0, help="Duration.")] = 5.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Check the devices: all compute the gradients of the same random tokens, and every bit must be equal.
+
+    Uses the programs of the configuration, and names the device that differs from the others. A single device is
+    compared with itself, which finds only errors that do not repeat. Use it as a burn-in before a run; for checks
+    during a run see `trainer.cross_check`. Exit codes: 0 if all bits are equal, 77 if devices differ.
+
+    For example:
+
+        lmt bench hardware configs/gpt2_nano.yaml --minutes 10
+    """
+    import json
+    import sys
+
+    from lm_trainer.core.errors import EXIT_HARDWARE
+
+    run = load_run_config(ctx, config, overrides)
+    from lm_trainer.bench.hardware import compare_hardware
+    from lm_trainer.trackers import Progress
+
+    _announce(run, "compiling and comparing ...")
+    with Progress(1, stream=sys.stderr) as progress:
+        report = compare_hardware(
+            run, minutes * 60, on_progress=lambda rounds: progress.phase(f"{rounds} microbatches compared")
+        )
+    if as_json:
+        clean.echo(json.dumps(report.as_dict()))
+    else:
+        clean.echo(f"{len(report.devices)} devices, {report.rounds} microbatches on each, {report.seconds:.0f} s")
+        for mismatch in report.mismatches:
+            clean.echo(f"microbatch {mismatch.step}: differs on {'; '.join(mismatch.wrong_names())}")
+        clean.echo(f"wrong: {'; '.join(report.wrong)}" if report.mismatches else "equal, bit for bit")
+        if report.groups == 1 and not report.mismatches:
+            clean.echo("one group of devices was compared with itself: errors that repeat are not found")
+    if report.mismatches:
+        raise typer.Exit(EXIT_HARDWARE)
+
+
 def _announce(run: "RunConfig", text: str) -> None:
     """Announces a benchmark and its assumptions on stderr."""
     from lm_trainer.run.weights.vocabulary import find_vocabulary

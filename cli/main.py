@@ -41,7 +41,8 @@ EXIT_INTERRUPTED = 130
 _EXIT_CODES = (
     "Exit codes: 0 done; 1 crash, or the machine failed (disk full, not writable); 2 wrong usage or configuration; "
     "3 stopped on a non-finite loss, or by a rule of trainer.alerts; 4 out of memory; 75 stopped from outside with "
-    "everything saved, or by the watchdog: start it again; 76 stopped by the file stop-after-save; 130 interrupted."
+    "everything saved, or by the watchdog: start it again; 76 stopped by the file stop-after-save; 77 a device "
+    "computes wrong results; 130 interrupted."
 )
 
 

@@ -32,7 +32,7 @@ def train(
 
     Exit codes: 0 done; 1 crash; 2 invalid configuration; 3 non-finite loss; 4 out of memory; 75 to be restarted:
     stopped by a signal after everything was saved, or by the watchdog; 76 stopped by the file stop-after-save after
-    everything was saved.
+    everything was saved; 77 devices computed different results (trainer.cross_check), after everything was saved.
 
     Examples:
         lmt train configs/gpt2_nano.yaml

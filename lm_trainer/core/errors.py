@@ -35,6 +35,8 @@ EXIT_PREEMPTED = 75
 """`EX_TEMPFAIL` in sysexits.h: everything is saved, so restart the run."""
 EXIT_STOPPED = 76
 """Everything is saved, and a person asked the run to end, so do not restart it."""
+EXIT_HARDWARE = 77
+"""Everything is saved, and a device computes wrong results, so do not restart on the same devices."""
 
 
 class UserError(Exception):
@@ -71,6 +73,12 @@ class NonFiniteError(UserError):
     """Training was stopped because the loss or the gradient was NaN or infinite."""
 
     exit_code = EXIT_NON_FINITE
+
+
+class HardwareError(UserError):
+    """Devices computed different results for the same program and inputs."""
+
+    exit_code = EXIT_HARDWARE
 
 
 class OutOfMemoryError(UserError):

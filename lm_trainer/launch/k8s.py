@@ -14,6 +14,7 @@ from typing import Any
 
 from lm_trainer.core.errors import (
     EXIT_CONFIG,
+    EXIT_HARDWARE,
     EXIT_NON_FINITE,
     EXIT_OUT_OF_MEMORY,
     EXIT_PREEMPTED,
@@ -33,7 +34,7 @@ _TPU_PORTS = (8471, 8431)
 """Ports of a TPU worker: the first is for communication between processes, the second for metrics."""
 _CONFIG_DIRECTORY = "/etc/lmt"
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-_FINAL = [EXIT_CONFIG, EXIT_NON_FINITE, EXIT_OUT_OF_MEMORY, EXIT_STOPPED]
+_FINAL = [EXIT_CONFIG, EXIT_NON_FINITE, EXIT_OUT_OF_MEMORY, EXIT_STOPPED, EXIT_HARDWARE]
 """Exit codes after which a restart is pointless (the run would fail the same way) or unwanted (a user stopped it)."""
 _LONGEST_NAME = 40
 """Maximum length of a JobSet name: pod names add a suffix to it, and are limited to 63 characters."""

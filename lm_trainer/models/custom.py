@@ -197,7 +197,7 @@ def _with_parts(block: BlockSpec, parts: Mapping[str, PartFactory]) -> BlockSpec
     if "mlp" in parts and isinstance(block.mlp, MoeSpec):
         raise UserError("model.mlp: a layer with experts has no MLP to replace; remove it, or choose a family without")
     attention: AttentionSpec = replace(block.attention, module=parts.get("attention", block.attention.module))
-    mlp: MlpSpec | MoeSpec = block.mlp
-    if not isinstance(mlp, MoeSpec):
+    mlp = block.mlp
+    if isinstance(mlp, MlpSpec):
         mlp = replace(mlp, module=parts.get("mlp", mlp.module))
     return replace(block, mixer=attention, mlp=mlp)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.nn.attention_kernel import first_reason, is_differentiating_twice
 from lm_trainer.nn.expert_slots import assign_slots, slots_to_assignments, tokens_to_slots
 from lm_trainer.nn.expert_spec import MoeSpec, SharedExpertSpec
 from lm_trainer.nn.grouped_product import KERNELS, GroupedKernel
@@ -203,10 +204,10 @@ def _log_dense_experts(platform: str) -> None:
 
 
 def _choose_kernel(spec: MoeSpec) -> Literal["dense", "ragged_dot"] | GroupedKernel:
-    """Returns the kernel for the target platform.
+    """Returns the kernel for the target platform, and for the derivatives that the caller computes.
 
     Raises:
-        UserError: if there is no kernel for grouped products on the platform.
+        UserError: if the spec asks for grouped products, and there is no kernel for them.
     """
     platform = target_platform()
     kernel = spec.kernel_on(platform)
@@ -214,11 +215,17 @@ def _choose_kernel(spec: MoeSpec) -> Literal["dense", "ragged_dot"] | GroupedKer
         _log_dense_experts(platform)
     if kernel != "grouped":
         return kernel
-    if platform not in KERNELS:
-        raise UserError(
-            f"model.expert_kernel: grouped has no kernel for a {platform}; write dense, or auto to let it be chosen"
-        )
-    return KERNELS[platform]
+    reason = first_reason(
+        [
+            (platform not in KERNELS, f"has no kernel for a {platform}"),
+            (is_differentiating_twice(), "has no second derivative, which optimizer.type: sophia-h needs"),
+        ]
+    )
+    if reason is None:
+        return KERNELS[platform]
+    if spec.kernel == "auto":
+        return "dense"
+    raise UserError(f"model.expert_kernel: grouped {reason}; write dense, or auto to let it be chosen")
 
 
 @jax.custom_vjp

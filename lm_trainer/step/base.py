@@ -14,6 +14,7 @@ from lm_trainer.core.jax_types import PyTree
 from lm_trainer.core.piecewise import Piecewise
 from lm_trainer.optim import Optimizer
 from lm_trainer.optim.averaging import AveragingConfig
+from lm_trainer.step.check.cross_check import CrossCheck
 from lm_trainer.step.dispatch.device_groups import DeviceGroups
 from lm_trainer.step.dispatch.executable import Executable, Executables
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
@@ -99,5 +100,10 @@ class Step(Protocol):
         ...
 
     def __call__(
-        self, state: TrainState, batch: PyTree, learning_rate: float, observer: Observer | None = None
+        self,
+        state: TrainState,
+        batch: PyTree,
+        learning_rate: float,
+        observer: Observer | None = None,
+        check: CrossCheck | None = None,
     ) -> tuple[TrainState, Metrics]: ...

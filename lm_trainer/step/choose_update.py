@@ -38,8 +38,8 @@ def choose_update(
         loads: parameters that the optimizer does not update; see `LoadUpdate`.
     """
     if loads:
-        updated = TrainedShardings({name: shardings.params[name] for name in params}, shardings.opt_state)
-        return LoadUpdate(choose_update(rule, params, shapes, updated, mesh, {}), loads, shardings, mesh)
+        optimized = TrainedShardings({name: shardings.params[name] for name in params}, shardings.opt_state)
+        return LoadUpdate(choose_update(rule, params, shapes, optimized, mesh, {}), loads, shardings, mesh)
     update = make_update(rule.optimizer, rule.tx)
     if rule.optimizer.elementwise:
         return ShardedUpdate(update, shardings, mesh)

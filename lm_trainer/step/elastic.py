@@ -25,6 +25,8 @@ from lm_trainer.parallel.no_fma import without_fma
 from lm_trainer.parallel.ordered_sum import sum_of_squares
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.step.base import Observer, UpdateRule
+from lm_trainer.step.check.cross_check import CrossCheck
+from lm_trainer.step.check.recompute import Recomputation, positions_of_groups
 from lm_trainer.step.choose_update import choose_update
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
 from lm_trainer.step.dispatch.executable import Executable, Executables
@@ -167,14 +169,25 @@ class ElasticStep:
         """Returns the sums of loss, weights, gradients and reported metrics over the global batch."""
         return self._gradient(self._prepare_params(state), batch, state.step)
 
+    def recomputation(self, state: TrainState, batch: PlacedBatch) -> Recomputation:
+        """Returns the first microbatch of each batch shard, to compute it on other devices."""
+        positions = positions_of_groups(batch, 0)
+        params = self._prepare_params(state)
+        return Recomputation(self._gradient, self._computing, params, batch, positions, state.step)
+
     def _prepare_params(self, state: TrainState) -> PreparedParams:
         return self._gradient.prepare_params({**state.frozen, **state.params})
 
     def __call__(
-        self, state: TrainState, batch: PlacedBatch, learning_rate: float, observer: Observer | None = None
+        self,
+        state: TrainState,
+        batch: PlacedBatch,
+        learning_rate: float,
+        observer: Observer | None = None,
+        check: CrossCheck | None = None,
     ) -> tuple[TrainState, Metrics]:
         """Runs one step on a batch that was placed by `put`."""
-        (scalars, grads), curvature = self._gradient_and_curvature(state, batch)
+        (scalars, grads), curvature = self._gradient_and_curvature(state, batch, check)
         # Called before the update, which consumes the state.
         observed = None if observer is None else observer.before_step(state)
         scalars = {
@@ -195,10 +208,15 @@ class ElasticStep:
     def _replicate_scalar(self, value: np.generic) -> jax.Array:
         return replicate(value, self.devices.sharding.mesh)
 
-    def _gradient_and_curvature(self, state: TrainState, batch: PlacedBatch) -> tuple[Sums, Params | None]:
+    def _gradient_and_curvature(
+        self, state: TrainState, batch: PlacedBatch, check: CrossCheck | None
+    ) -> tuple[Sums, Params | None]:
         # Gathered parameters are freed when this function returns, which is before the update.
         params = self._prepare_params(state)
-        sums = self._gradient(params, batch, state.step)
+        if check is None:
+            sums = self._gradient(params, batch, state.step)
+        else:
+            sums = check.compute(self._gradient, self._computing, params, batch, state.step)
         if self._curvature is None or state.step % self._rule.optimizer.curvature_interval:
             return sums, None
         return sums, self._curvature(params, batch, state.step).tree

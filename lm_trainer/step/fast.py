@@ -25,6 +25,7 @@ from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
 from lm_trainer.parallel.rehearsal import current_rehearsal, put_abstract
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.step.base import Observer, UpdateRule
+from lm_trainer.step.check.cross_check import CrossCheck
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, pad_rows
 from lm_trainer.step.dispatch.executable import Executable
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
@@ -172,9 +173,16 @@ class FastStep:
         )
 
     def __call__(
-        self, state: TrainState, batch: Batch, learning_rate: float, observer: Observer | None = None
+        self,
+        state: TrainState,
+        batch: Batch,
+        learning_rate: float,
+        observer: Observer | None = None,
+        check: CrossCheck | None = None,
     ) -> tuple[TrainState, Metrics]:
         """Runs one step on a batch that was placed by `put`."""
+        if check is not None:
+            raise ValueError("one program over all devices has no results of single devices to compare")
         curvature = None
         if self._curvature is not None and state.step % self._rule.optimizer.curvature_interval == 0:
             everything = {**state.frozen, **state.params}

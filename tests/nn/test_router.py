@@ -58,11 +58,11 @@ def choose(spec: RouterSpec, scores: np.ndarray, bias: np.ndarray | None) -> tup
     ids=["sigmoid", "deepseek_v2", "deepseek_v3", "biased_softmax"],
 )
 def test_selection(spec: RouterSpec) -> None:
-    bias = BIAS if spec.selection_bias is not None else None
+    bias = jnp.asarray(BIAS) if spec.selection_bias is not None else None
     moe = MoeSpec(8, E, K, router=spec)
     routing = jax.jit(lambda logits: select_experts(moe, compute_scores(spec, logits), bias))(LOGITS)
     for token, scores in enumerate(scores_of(spec.scores)):
-        experts, weights = choose(spec, scores, bias)
+        experts, weights = choose(spec, scores, None if bias is None else BIAS)
         assert list(np.asarray(routing.experts_MK[token])) == experts
         np.testing.assert_allclose(routing.weights_MK[token], weights, rtol=1e-5)
 

@@ -14,6 +14,7 @@ from lm_trainer.nn.stack import unstack
 from tests.compiling import quick_jit
 from tests.nn.common import BLOCK, init, make_batch, make_spec
 
+assert BLOCK.mlp is not None
 OTHER = dataclasses.replace(BLOCK, mlp=dataclasses.replace(BLOCK.mlp, hidden_dim=8, activation="relu"))
 LAYERED = dataclasses.replace(BLOCK, mixer=dataclasses.replace(BLOCK.attention, scores=ScoreSpec(inverse_layer=True)))
 PATTERNS = {

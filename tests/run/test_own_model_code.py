@@ -240,4 +240,4 @@ def test_a_model_that_hears_is_refused(examples: Path) -> None:
 
 def test_a_family_without_own_code_is_unchanged() -> None:
     spec = LlamaConfig(hidden_dim=32, num_heads=2, num_kv_heads=2, num_layers=2).spec(7)
-    assert {block.attention.module for block in spec.blocks} == {block.mlp.module for block in spec.blocks} == {None}  # pyright: ignore[reportAttributeAccessIssue]
+    assert {block.attention.module for block in spec.blocks} == {block.mlp.module for block in spec.blocks} == {None}  # pyright: ignore

@@ -16,6 +16,8 @@ from pydantic import ValidationError
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.decoder import Decoder
+from lm_trainer.nn.expert_spec import MoeSpec
+from lm_trainer.nn.spec import BlockSpec
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.model import loss_function, trace_module
 from lm_trainer.run.build.setup import TrainingSetup, build_setup, plan_training
@@ -40,20 +42,25 @@ MIXTRAL = {**LLAMA, "type": "mixtral", "lbl_coef": 0.05, "rzl_coef": 0.01, "n_ro
 ONE_MICROBATCH: dict[str, Any] = {"elastic_shards": 1, "train_batch_size": ROWS}
 
 
+def expert_spec(block: BlockSpec) -> MoeSpec:
+    assert isinstance(block.mlp, MoeSpec)
+    return block.mlp
+
+
 def setup(model: dict[str, Any], devices: int, *, optimizer: str = "adam", **trainer: Any) -> TrainingSetup:
     """A model with `dense: false` computes its experts in groups, which a CPU otherwise does not."""
     config = RunConfig.model_validate(
         {
-            "model": {key: value for key, value in model.items() if key != "dense"},
+            "model": {key: value for key, value in model.items() if key != "kernel"},
             "data": {"tokenizer": "bytes"},
             "trainer": {**ONE_MICROBATCH, **trainer},
             "optimizer": {"type": optimizer, "learning_rate": 1e-2, "warmup": 0},
         }
     )
-    if "dense" not in model:
+    if "kernel" not in model:
         return build_setup(config, VOCAB, jax.devices()[:devices])
     spec = config.model.spec(VOCAB)
-    blocks = tuple(replace(block, mlp=replace(block.mlp, dense=model["dense"])) for block in spec.blocks)
+    blocks = tuple(replace(block, mlp=replace(expert_spec(block), kernel=model["kernel"])) for block in spec.blocks)
     grouped = trace_module(lambda: Decoder(replace(spec, blocks=blocks), rngs=nnx.Rngs(0)), np.float32)
     return plan_training(
         config.trainer, config.optimizer, grouped, loss_function(config), devices=jax.devices()[:devices]
@@ -134,7 +141,7 @@ def test_layers_cut_over_devices_compute_the_same() -> None:
         (LLAMA, {"context": 2, "model": 2}, {}),
         (LLAMA, {"context": 2}, {"mp": "p=f32,c=bfloat16"}),
         (MIXTRAL, {"expert": 2, "context": 2}, {}),
-        (MIXTRAL | {"dense": False}, {"expert": 2}, {}),
+        (MIXTRAL | {"kernel": "ragged_dot"}, {"expert": 2}, {}),
         (MIXTRAL, {"expert": 2, "model": 2}, {}),
         (GPT2 | {"num_layers": 4, "gradient_checkpointing": True}, {"pipeline": 4}, {}),
         (GPT2, {"pipeline": 2, "context": 2}, {}),

@@ -180,9 +180,8 @@ def test_seeds_of_a_setting_are_averaged(lmt: Lmt, swept: Path, trained: Trained
     compared = compare_runs_in_table(runs)
     column = compared.metrics.index("train/loss")
     for values, count, losses in compared.seed_groups():
-        numbers = [
-            row[2][column] for row in compared.rows if row[1][compared.keys.index("optimizer.learning_rate")] in values
-        ]
+        rate = compared.keys.index("optimizer.learning_rate")
+        numbers = [row[column] or 0.0 for _, row_values, row in compared.rows if row_values[rate] in values]
         assert count == 2
         # The mean of two numbers, and the standard deviation with n - 1: their difference over the root of 2.
         assert losses[column] == pytest.approx((sum(numbers) / 2, abs(numbers[0] - numbers[1]) / 2**0.5))

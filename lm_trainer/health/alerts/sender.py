@@ -86,6 +86,11 @@ class Alerts:
             self._stalls.append(message)
         self._run_command(Alert(self._step, "no_progress", message, {}))
 
+    def report_hardware(self, step: int, message: str) -> None:
+        """Sends an alert about devices that computed different results."""
+        if self._sends:
+            self._report_alert(Alert(step, "hardware", message, {}))
+
     def close(self) -> None:
         """Waits for running commands, up to a timeout. Calling it twice is safe."""
         if self._running:

@@ -35,6 +35,7 @@ from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.step_plan import StepPlan
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.base import Observer, Step, UpdateRule
+from lm_trainer.step.check.cross_check import CrossCheck
 from lm_trainer.step.dispatch.model_parallel_limits import check_model_parallel, model_parallel_axes
 from lm_trainer.step.dispatch.recorder import Measure
 from lm_trainer.step.elastic import CurvatureStages, ElasticStep
@@ -113,7 +114,7 @@ class TrainingSetup:
         return step.record(row, platform, measure, limit)
 
     def take_step(
-        self, state: TrainState, batch: Batch, observer: Observer | None = None
+        self, state: TrainState, batch: Batch, observer: Observer | None = None, check: CrossCheck | None = None
     ) -> tuple[TrainState, Metrics]:
         """Runs one training step on a batch in host memory.
 
@@ -121,18 +122,22 @@ class TrainingSetup:
             state: state before the step. Its arrays are donated.
             batch: rows of this process in the global batch, as NumPy arrays.
             observer: receives intermediate values of the step.
+            check: checks the devices during the step.
+
+        Raises:
+            HardwareError: if the check fails. The state before the step is still valid.
         """
-        return self.compute_step(state, self.step.put(batch, state.step), observer)
+        return self.compute_step(state, self.step.put(batch, state.step), observer, check)
 
     def learning_rate(self, step: int) -> float | None:
         """Returns the learning rate after `step` steps, or None if the optimizer has an internal schedule."""
         return None if self.schedule is None else self.schedule(step)
 
     def compute_step(
-        self, state: TrainState, placed: Any, observer: Observer | None = None
+        self, state: TrainState, placed: Any, observer: Observer | None = None, check: CrossCheck | None = None
     ) -> tuple[TrainState, Metrics]:
         """Like `take_step`, but for a batch that `step.put` has already placed on the devices."""
-        return self.step(state, placed, self.learning_rate(state.step) or 0.0, observer)
+        return self.step(state, placed, self.learning_rate(state.step) or 0.0, observer, check)
 
     def from_weights(self, params: Mapping[str, np.ndarray | jax.Array]) -> TrainState:
         """Returns a state at step 0 with the given weights, which must be complete."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from jax.sharding import Mesh
 
 from lm_trainer.nn.spec import DecoderSpec
-from lm_trainer.parallel.mesh import BATCH_AXES, OTHER_AXES
+from lm_trainer.parallel.mesh import BATCH_AXES, OTHER_AXES, batch_shards
 from lm_trainer.run.build.model import recomputes_layers
 from lm_trainer.run.config.default_shards import MIN_MICROBATCHES, follows_from_batch, largest_shards
 from lm_trainer.run.config.run_config import RunConfig
@@ -33,6 +33,7 @@ def configuration_warnings(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
         )
     yield from _uneven_share_notes(trainer, mesh)
     yield from _unused_rule_notes(trainer)
+    yield from _cross_check_notes(trainer, mesh)
     if "float16" in (trainer.mp.param, trainer.mp.compute):
         yield "trainer.mp: float16 overflows at 65,504, and no loss is scaled; bfloat16 has the range of float32"
     elif trainer.mp.param == "bfloat16":
@@ -77,6 +78,22 @@ def _uneven_share_notes(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
         yield (
             f"the state is {split}: it can be cut over a power of two of devices alone, and sums over devices exchange "
             f"{shares.max_parts} times as much; see docs/how-to/several-devices.md"
+        )
+
+
+def _cross_check_notes(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
+    if trainer.cross_check is None:
+        return
+    shards = batch_shards(mesh)
+    if shards == 1:
+        yield (
+            "trainer.cross_check: nothing but the devices that compute a microbatch can check it, so it is computed "
+            "twice: errors that repeat are not found"
+        )
+    elif shards == 2:
+        yield (
+            "trainer.cross_check: there is no third device to decide, so of two devices that each repeat their value, "
+            "the wrong one is not known"
         )
 
 

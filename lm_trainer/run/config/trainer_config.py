@@ -37,6 +37,7 @@ from lm_trainer.run.config.recorded_keys import replace_old_spelling
 from lm_trainer.run.config.result_parts import select_model_axis_rules, select_numeric_settings
 from lm_trainer.run.config.run_id import explain_invalid_run_id
 from lm_trainer.run.config.step_plan import StepPlan
+from lm_trainer.step.check.settings import CrossCheckConfig
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.updates.watch import WatchConfig
 from lm_trainer.trackers import AnyTracker, TensorboardConfig
@@ -180,6 +181,8 @@ class TrainerConfig(Config):
     """Stop if the loss or the gradient is infinite. Such a step is never applied."""
     watchdog: Operational[WatchdogConfig] = WatchdogConfig()
     alerts: Operational[AlertsConfig] = AlertsConfig()
+    cross_check: Operational[CrossCheckConfig | None] = None
+    """Check the hardware during the run. null makes no checks."""
 
     checkpointer: Operational[CheckpointerConfig] = CheckpointerConfig()
     load_checkpoint: Operational[bool | None] = None
@@ -293,7 +296,7 @@ class TrainerConfig(Config):
     def _batch_divides(self) -> TrainerConfig:
         _ = self.step_plan  # raises for an indivisible batch and for an invalid sharding rule
         if not self.bitwise:
-            unused = {"microbatches_per_gather": None, "gather": "auto"}
+            unused = {"microbatches_per_gather": None, "gather": "auto", "cross_check": None}
             if ineffective := [key for key, default in unused.items() if getattr(self, key) != default]:
                 raise ValueError(f"{ineffective[0]} has no effect with determinism: fast; remove one of them")
         if self.load_checkpoint_path is not None and self.initialize_from is not None:
@@ -379,11 +382,7 @@ class TrainerConfig(Config):
         return self._param_rules()
 
     def devices(self) -> Sequence[Any]:
-        """Returns the devices of the run: the first `max_devices` of JAX's devices.
-
-        Raises:
-            UserError: if some processes would have no device.
-        """
+        """Returns the first `max_devices` of JAX's devices. Raises `UserError` if some processes would have none."""
         import jax
 
         devices = jax.devices()

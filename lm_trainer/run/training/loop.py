@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.errors import HardwareError
 from lm_trainer.health.signals import preempted_error, stopped_after_save_error
 from lm_trainer.run.training.batches import BatchIterator
 from lm_trainer.run.training.hooks import StepInfo
@@ -24,6 +25,7 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
     Raises:
         Preempted: after a stop signal, once everything is saved.
         NonFiniteError: if the loss is not finite, and the configuration requires the run to stop in this case.
+        HardwareError: if devices disagree about the results of a step, once the state before it is saved.
         UserError: if the data of a step will never be available.
     """
     iterator = BatchIterator(batches, run.data_wait)
@@ -31,6 +33,8 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
     while state.step < run.num_train_steps:
         started = time.perf_counter()
         run.watchdog.arm(f"the batch of step {state.step + 1}")
+        # If the step fails, the batch is read again by the next attempt.
+        loader_state = iterator.get_state() if run.hardware.check_for(state.step + 1) else None
         batch = iterator.next(state)
         if batch is None:
             run.watchdog.disarm()
@@ -39,7 +43,13 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
 
         # A failed save ends the run at the next step, because later steps would be lost.
         run.checkpoints.check_for_errors()
-        info = take_step(run, state, batch, loading=time.perf_counter() - started)
+        try:
+            info = take_step(run, state, batch, loading=time.perf_counter() - started)
+        except HardwareError:
+            # The weights were not updated. All processes raise the error, so all of them save.
+            if run.records and state.step:
+                run.checkpoints.save_before_batch(state, loader_state)
+            raise
         state = info.state
         run.watchdog.arm(f"step {state.step}")
 
@@ -81,7 +91,7 @@ def take_step(run: LoopParts, state: TrainState, batch: Batch, *, loading: float
     # Norms are computed by separate programs, so logging them does not change the bits of the step.
     observer = run.norms if run.norms.due(step + 1) else None
     with run.profiler.annotate(step + 1):
-        state, metrics = program.take_step(state, batch, observer)
+        state, metrics = program.take_step(state, batch, observer, run.hardware.check_for(step + 1))
     rows, seq_len = program.plan.batch_schedule, batch.tokens.shape[1]
     return StepInfo(
         state,

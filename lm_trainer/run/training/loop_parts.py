@@ -31,6 +31,7 @@ from lm_trainer.run.training.checkpoints import EMPTY_STEPS, SERIES, Checkpoints
 from lm_trainer.run.training.compilation import Compilation
 from lm_trainer.run.training.data_notes import BuildWatch
 from lm_trainer.run.training.evaluations import EvalSets, Evaluations
+from lm_trainer.run.training.hardware_checks import HardwareChecks
 from lm_trainer.run.training.hf_exports import HfExports
 from lm_trainer.run.training.hooks import Hooks
 from lm_trainer.run.training.metrics import MetricLogger
@@ -58,6 +59,7 @@ class LoopParts:
     exports: tuple[HfExports, ...]
     build_watch: BuildWatch | None
     tasks: TaskEvaluation | None
+    hardware: HardwareChecks
     hooks: Hooks
     """Hooks that the user has added."""
     checkpoints: Checkpoints
@@ -164,6 +166,7 @@ def open_loop(attempt: Attempt, setup: TrainingSetup, state: TrainState, options
             exports=tuple(options.exports),
             build_watch=options.build_watch,
             tasks=options.tasks,
+            hardware=HardwareChecks(config, directory, alerts),
             hooks=options.hooks,
             checkpoints=checkpoints,
             bad_batches=bad_batches,

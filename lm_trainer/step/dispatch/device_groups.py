@@ -166,13 +166,23 @@ class DeviceGroups:
 
     def put(self, batch: Batch, plan: MicrobatchPlan) -> PlacedBatch:
         """Splits this process's rows into microbatches and sends them to their devices."""
+        return self.place(plan, self.split(batch, plan), self.microbatch_indices(plan))
+
+    def place(
+        self, plan: MicrobatchPlan, microbatches: Sequence[Sequence[Batch]], indices_by_group: Sequence[Sequence[int]]
+    ) -> PlacedBatch:
+        """Sends microbatches to their devices.
+
+        Args:
+            plan: division of the batch.
+            microbatches: microbatches of each local group, in host memory.
+            indices_by_group: index of each microbatch in the global batch.
+        """
         placed, indices = [], []
-        for group, splits, numbers in zip(
-            self.groups, self.split(batch, plan), self.microbatch_indices(plan), strict=True
-        ):
+        for group, splits, numbers in zip(self.groups, microbatches, indices_by_group, strict=True):
             # All at once, so that later microbatches are transferred while the first is computed. Rows and indices
             # share one transfer; passing a host scalar to a program would cost another transfer for each microbatch.
-            rows, group_indices = group.put((splits, [np.int32(number) for number in numbers]))
+            rows, group_indices = group.put(([*splits], [np.int32(number) for number in numbers]))
             placed.append(rows)
             indices.append(group_indices)
         return PlacedBatch(plan, placed, indices)

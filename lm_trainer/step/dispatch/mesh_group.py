@@ -122,6 +122,12 @@ class MeshWide:
 
     def put(self, batch: Batch, plan: MicrobatchPlan) -> PlacedBatch:
         """Puts this process's rows on their devices, with one global array for the n-th microbatches of all devices."""
+        return self.place(plan, self.devices.split(batch, plan), self.devices.microbatch_indices(plan))
+
+    def place(
+        self, plan: MicrobatchPlan, microbatches: Sequence[Sequence[Batch]], indices_by_group: Sequence[Sequence[int]]
+    ) -> PlacedBatch:
+        """Same as `DeviceGroups.place`, for the microbatches of each local device."""
         (group,) = self.groups
 
         def join(*parts: np.ndarray | np.generic) -> jax.Array:
@@ -133,9 +139,9 @@ class MeshWide:
                 return rehearsed
             return jax.make_array_from_process_local_data(group.stacked_sharding(), values, shape)
 
-        by_microbatch = zip(*self.devices.split(batch, plan), strict=True)
+        by_microbatch = zip(*microbatches, strict=True)
         rows = [jax.tree.map(join, *of_devices) for of_devices in by_microbatch]
-        numbers = zip(*self.devices.microbatch_indices(plan), strict=True)
+        numbers = zip(*indices_by_group, strict=True)
         indices = [join(*map(np.int32, of_devices)) for of_devices in numbers]
         return PlacedBatch(plan, [rows], [indices])
 

@@ -47,6 +47,9 @@ from lm_trainer.step.staged.stages import (
 )
 from lm_trainer.step.state.model_def import ModelDef, Params
 
+Tap = Callable[[int, Microbatch, Sums], None]
+"""Receives the index of a local device group, a microbatch, and the sums of one of its stages before they are added."""
+
 StagesOf = Callable[[Batch], Sequence[StageFunctions]]
 """Maps the shapes of a microbatch to the stages of a loss, in order of execution."""
 
@@ -195,13 +198,14 @@ class StagedSum:
         """Returns true if microbatches of `plan` need no compilation."""
         return plan.rows in self._programs
 
-    def __call__(self, ready: PreparedParams, batch: PlacedBatch, step: int) -> Sums:
+    def __call__(self, ready: PreparedParams, batch: PlacedBatch, step: int, tap: Tap | None = None) -> Sums:
         """Computes the sums over the global batch: scalars on every device, and gradients in storage sharding.
 
         Args:
             ready: all parameters, prepared by `prepare_params`.
             batch: a batch that was placed on the same devices.
             step: number of the step.
+            tap: receives the sums of every microbatch.
         """
         programs = self._programs[batch.plan.rows]
         groups = [*microbatch_groups(batch, self.devices, step)]
@@ -209,12 +213,27 @@ class StagedSum:
             len(groups), lambda a, b: wait_on_cpu(self._add_groups(a, b))
         )
         for group in groups:
-            total.push(self._sum_group(programs, ready, group))
+            total.push(self._sum_group(programs, ready, group, tap))
         scalars, grads = total.result()
         return Sums(scalars, self._join_gradients(grads))
 
+    def compute_only(self, ready: PreparedParams, batch: PlacedBatch, step: int, tap: Tap) -> None:
+        """Computes the sums of every microbatch like `__call__`, but does not add them over devices."""
+        programs = self._programs[batch.plan.rows]
+        for group in microbatch_groups(batch, self.devices, step):
+            stages, saved, queue = programs.stages, list[Microbatches[SavedForBackward]](), Queue()
+            saved.append(programs.forward(ready, group, saved).map(lambda stream: SavedForBackward(stream, ())))
+            derivatives = group.microbatches.map(lambda _: None)
+            for call in reversed(stages.order):
+                gathered = None if programs.gradients[call.kind] is None else stages.gather(ready, call)
+                derivatives, _ = self._compute_gradients(
+                    programs, group, call, saved.pop(), derivatives, gathered, None, tap
+                )
+                if stages.kinds[call.kind].layered:
+                    queue.push(derivatives)
+
     def _sum_group(
-        self, programs: _Programs, ready: PreparedParams, group: MicrobatchGroup
+        self, programs: _Programs, ready: PreparedParams, group: MicrobatchGroup, tap: Tap | None
     ) -> tuple[dict[str, jax.Array], list[Params]]:
         """Computes sums over the microbatches of a group: scalars, and the stored gradients of each kind of stage."""
         stages, saved, queue = programs.stages, list[Microbatches[SavedForBackward]](), Queue()
@@ -248,7 +267,7 @@ class StagedSum:
                 )
                 unreduced = []
             derivatives, sums = self._compute_gradients(
-                programs, group, call, saved.pop(), derivatives, gathered, exchange
+                programs, group, call, saved.pop(), derivatives, gathered, exchange, tap
             )
             gathered = None
             if exchange is not None:
@@ -280,6 +299,7 @@ class StagedSum:
         derivatives: Microbatches[PyTree],
         gathered: list[Params] | None,
         exchange: FirstExchange | None,
+        tap: Tap | None,
     ) -> tuple[Microbatches[PyTree], list[list[Sums]]]:
         """Computes the derivatives with respect to the inputs of a stage, and the sums of its gradients, for each
         device group.
@@ -292,6 +312,7 @@ class StagedSum:
             derivatives: derivatives of the loss with respect to the output of the stage.
             gathered: gathered parameters of the stage; None if it has no backward pass.
             exchange: exchange that overlaps with the first microbatch.
+            tap: receives the sums of every microbatch.
         """
         run, shares = programs.gradients[call.kind], group.shares
         if run is None or gathered is None:
@@ -302,6 +323,8 @@ class StagedSum:
             i, rows, step, index = microbatch
             arguments = (gathered[i], *inputs, rows, call.numbers[i], derivative, step, index)
             derivative, sums = run(i, *arguments) if exchange is None else exchange.run_first(run, i, arguments)
+            if tap is not None:
+                tap(i, microbatch, sums)
             trees[i].push(sums)
             return derivative
 
