@@ -87,7 +87,7 @@ def test_gradients_do_not_depend_on_chunks(delta: bool) -> None:
 @pytest.mark.parametrize("delta", [False, True])
 def test_gradients_of_strong_decays_are_finite(delta: bool) -> None:
     """The state of one document has decayed to nothing, and the next one decays slowly."""
-    first = np.where(SEGMENTS == SEGMENTS[:, :1], 400.0, 1.0)[:, :, None, None]
+    first = np.where(SEGMENTS[:, :1] == SEGMENTS, 400.0, 1.0)[:, :, None, None]
     inputs = arrays(delta=delta)._replace(log_decay_BSGR=jnp.asarray(LOG_DECAY * first, jnp.float32))
     documents, state = document_numbers(jnp.asarray(SEGMENTS)), jnp.asarray(STATE, jnp.float32)
     loss = lambda inputs: jnp.sum(jnp.sin(run_recurrence(inputs, state, documents, 16)[0]))  # noqa: E731
