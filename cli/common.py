@@ -207,7 +207,11 @@ def load_resolved_config(ctx: typer.Context, config: Path, overrides: list[str] 
 
 
 def resolve_model_section(run: "RunConfig", config: Path) -> "RunConfig":
-    """Returns the configuration with the model section that training takes from a Hugging Face checkpoint."""
+    """Returns the configuration with the model sections that training takes from a checkpoint or a teacher."""
+    if run.loss.type == "distillation":
+        from lm_trainer.run.weights.teacher import resolve_teacher
+
+        run = resolve_teacher(run)
     if not run.use_hf_model_config:
         return run
     # Imported lazily, because it imports JAX.

@@ -19,6 +19,7 @@ from cli.common import (
     resolve_model_section,
 )
 from cli.config_file import find_config_file
+from cli.config_new import new
 from lm_trainer.core.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from lm_trainer.config.loader import LoadedConfig
     from lm_trainer.run.config.run_config import RunConfig
 
-app = typer.Typer(no_args_is_help=True, help="Show, check, compare, import and plot configurations.")
+app = typer.Typer(no_args_is_help=True, help="Write, show, check, compare, import and plot configurations.")
+app.command()(new)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -79,11 +81,14 @@ def check(
     also checks object storage, data sets on the hub, and the devices.
     """
     loaded = load_run_with_origins(ctx, config, overrides)
-    if loaded.config.optimizer.weight_decay_modules:
+    # Checks of the built model would run code of the user.
+    own_code = loaded.config.model.own_code
+    if loaded.config.optimizer.weight_decay_modules and not own_code:
         from lm_trainer.run.weights.parameters import weight_decay_mask
 
         weight_decay_mask(loaded)
-    if (platform := _KERNEL_PLATFORMS.get(loaded.config.model.attn_backend or "")) is not None:
+    platform = _KERNEL_PLATFORMS.get(loaded.config.model.attn_backend or "")
+    if platform is not None and not own_code:
         from lm_trainer.run.dry_run import check_attention_backend
 
         check_attention_backend(loaded.config, vocab_size=1, platform=platform)
@@ -113,11 +118,18 @@ def import_config(
     framework: Annotated[
         str | None, typer.Option("--from", metavar="NAME", help="The framework of the file, if its keys are ambiguous.")
     ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option("--processes", metavar="N", min=1, help="Number of GPUs of a TRL or Trainer run, for its batch."),
+    ] = None,
     output: Annotated[
         Path | None, path_option("--output", "-o", metavar="FILE", help="Write to this file instead of stdout.")
     ] = None,
 ) -> None:
-    """Convert a configuration of Levanter, nanoGPT, litgpt, axolotl or torchtitan.
+    """Convert a configuration of Levanter, nanoGPT, litgpt, axolotl, torchtitan or TRL.
+
+    TRL's files are YAML or JSON with TrainingArguments, of any trainer of transformers or TRL, and may have the keys of
+    accelerate's YAML.
 
     Keys without an equivalent are listed with the reason on stderr and at the top of the result. Python files are
     parsed, but not executed.
@@ -126,11 +138,13 @@ def import_config(
         lmt config import train_gpt2.py -o my.yaml
 
         lmt config import llama3_8b.toml --from torchtitan
+
+        lmt config import sft.yaml --processes 8 -o my.yaml
     """
     from lm_trainer.config.imports.translate import translate
     from lm_trainer.run.config.run_config import RunConfig
 
-    translation = translate(file, RunConfig, framework)
+    translation = translate(file, RunConfig, framework, processes=processes)
     for note in translation.notes:
         clean.secho(f"note: {note}", err=True, fg=typer.colors.YELLOW)
     text = translation.to_yaml(file.name)

@@ -58,6 +58,7 @@ def build(
     """
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.core.runtime import keep_freed_memory
+    from lm_trainer.data.tokenize.first_row import build_notes
     from lm_trainer.data.tokenize.plan import plan_caches
     from lm_trainer.data.tokenize.progress import BuildCallbacks, Stopped
     from lm_trainer.health.signals import InterruptHandler
@@ -69,6 +70,8 @@ def build(
     message = "what was tokenised is kept, and the same command goes on"
     with InterruptHandler(message) as signals, build_progress() as show:
         plan = plan_caches(run.data, show, cluster)
+        for note in build_notes(plan.builds):
+            clean.echo(note, err=True)
         callbacks = BuildCallbacks(show, stopped=signals.is_interrupted)
         try:
             ledgers = [(cache, cache.run(callbacks)) for cache in plan.builds.values()]
@@ -233,17 +236,18 @@ def stats(
             continue
         # Each recording is one row.
         packed_into = None if cache.features else seq_len
-        statistics = report.cache_stats(KvStore(cache.url), cache.ledger, packed_into, excluded.get(cache.key))
+        store, too_long = KvStore(cache.url), run.data.too_long_of(cache.key.rpartition("/")[0])
+        statistics = report.cache_stats(store, cache.ledger, packed_into, excluded.get(cache.key), too_long=too_long)
         if as_json:
             packing = {name: packed._asdict() for name, packed in statistics.packing.items()}
             listed.append(_named(cache, {**statistics._asdict(), "packing": packing}))
         else:
-            _print_statistics(cache, statistics, seq_len)
+            _print_statistics(cache, statistics, seq_len, too_long)
     if as_json:
         clean.echo(json.dumps({"seq_len": seq_len, "caches": listed}))
 
 
-def _print_statistics(cache: "CacheStatus", statistics: "CacheStats", seq_len: int) -> None:
+def _print_statistics(cache: "CacheStatus", statistics: "CacheStats", seq_len: int, too_long: str) -> None:
     counts = f"{statistics.documents:,} documents, {statistics.tokens:,} tokens"
     so_far = "" if cache.ledger.finished else " (so far)"
     per_token = "" if statistics.bytes_per_token is None else f", {statistics.bytes_per_token:.2f} bytes per token"
@@ -257,9 +261,19 @@ def _print_statistics(cache: "CacheStatus", statistics: "CacheStats", seq_len: i
     if cache.features:
         clean.echo(f"  {cache.features.describe(statistics.documents)}, each document a row of {seq_len}")
     for name, packed in statistics.packing.items():
+        separated = ""
+        if packed.without_start is not None:
+            separated = f", {packed.without_start:.1%} of tokens in the loss without the beginning of their document"
         clean.echo(
             f"  packing {name}: {packed.rows:,} rows of {seq_len}, {packed.used:.1%} of positions used, "
-            f"{packed.cut:.1%} of documents cut"
+            f"{packed.cut:.1%} of documents cut{separated}"
+        )
+    if cache.format.has_prompts and statistics.too_long:
+        left_out = statistics.packing["best_fit"].left_out
+        share = statistics.too_long / statistics.documents
+        clean.echo(
+            f"  {statistics.too_long:,} documents ({share:.1%}) are longer than a row; with on_too_long: {too_long}, "
+            f"{left_out:.1%} of the tokens in the loss are left out"
         )
 
 

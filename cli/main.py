@@ -24,6 +24,7 @@ from cli import (
     replay,
     report,
     runs,
+    sweep,
     tokens,
     train,
     transcribe,
@@ -99,28 +100,31 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     pretty_exceptions_show_locals=False,
 )
-# Ordered by use: train, inspect configurations and plans, verify, export, generate, measure.
-app.command(context_settings=OVERRIDES)(train.train)
-app.command(context_settings=OVERRIDES)(branch.branch)
-app.command()(runs.runs)
-app.add_typer(config.app, name="config")
-app.command(context_settings=OVERRIDES)(plan.plan)
-app.command(context_settings=OVERRIDES)(verify.verify)
-app.command(context_settings=OVERRIDES)(replay.replay)
-app.command()(diff.diff)
-app.add_typer(golden.app, name="golden")
-app.command("eval", context_settings=OVERRIDES)(eval.evaluate)
-app.command()(report.report)
-app.command()(tokens.tokens)
-app.command("export-hf")(hf.export_hf)
-app.command("import-hf")(hf.import_hf)
-app.command()(generate.generate)
-app.command()(transcribe.transcribe)
-app.command()(chat.chat)
-app.add_typer(bench.app, name="bench")
-app.add_typer(data.app, name="data")
-app.add_typer(launch.app, name="launch")
-app.add_typer(ladder.app, name="ladder")
+TRAIN, LOOK, MODELS, DATA = "Train", "Look at runs and configurations", "Use models", "Data and machines"
+"""Headings of the groups of commands in `lmt --help`, in their order."""
+
+app.command(context_settings=OVERRIDES, rich_help_panel=TRAIN)(train.train)
+app.command(context_settings=OVERRIDES, rich_help_panel=TRAIN)(branch.branch)
+app.command(context_settings=OVERRIDES, rich_help_panel=TRAIN)(sweep.sweep)
+app.command(context_settings=OVERRIDES, rich_help_panel=TRAIN)(plan.plan)
+app.add_typer(ladder.app, name="ladder", rich_help_panel=TRAIN)
+app.add_typer(launch.app, name="launch", rich_help_panel=TRAIN)
+app.add_typer(config.app, name="config", rich_help_panel=LOOK)
+app.command(rich_help_panel=LOOK)(runs.runs)
+app.command(rich_help_panel=LOOK)(report.report)
+app.command(rich_help_panel=LOOK)(tokens.tokens)
+app.command(rich_help_panel=LOOK)(diff.diff)
+app.command(context_settings=OVERRIDES, rich_help_panel=LOOK)(verify.verify)
+app.command(context_settings=OVERRIDES, rich_help_panel=LOOK)(replay.replay)
+app.add_typer(golden.app, name="golden", rich_help_panel=LOOK)
+app.command("eval", context_settings=OVERRIDES, rich_help_panel=MODELS)(eval.evaluate)
+app.command(rich_help_panel=MODELS)(generate.generate)
+app.command(rich_help_panel=MODELS)(chat.chat)
+app.command(rich_help_panel=MODELS)(transcribe.transcribe)
+app.command("export-hf", rich_help_panel=MODELS)(hf.export_hf)
+app.command("import-hf", rich_help_panel=MODELS)(hf.import_hf)
+app.add_typer(data.app, name="data", rich_help_panel=DATA)
+app.add_typer(bench.app, name="bench", rich_help_panel=DATA)
 
 
 def _print_version(version_requested: bool) -> None:

@@ -287,8 +287,8 @@ def make_hf_model(tmp_path_factory: pytest.TempPathFactory) -> MakeHfModel:
     """`make_hf_model("GPT2", **config)`: a tiny random transformers checkpoint and what it computes.
 
     The directory holds config.json, model.safetensors and reference.npz with input_ids [2, 48] and the float32
-    logits [2, 48, vocab] of the torch model. Norm gains and biases are random: a fresh initialisation has ones and
-    zeros there, which hides mistakes. Equal arguments give the same directory, built once in a session.
+    logits [2, 48, vocab] of the torch model. Norm gains, biases and saved buffers are random: a fresh initialisation
+    has ones and zeros there, which hides mistakes. Equal arguments give the same directory, built once in a session.
     """
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
@@ -319,6 +319,10 @@ def _write_hf_model(out: Path, config_class: str, model_class: str, seed: int, c
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+        saved = model.state_dict()
+        for name, buffer in model.named_buffers():
+            if name in saved and buffer.ndim == 1:
+                buffer.add_(0.2 * torch.randn(buffer.shape, generator=generator))
         input_ids = torch.randint(0, hf_config.vocab_size, (2, 48), generator=generator)
         logits = model(input_ids=input_ids).logits.float()
     model.save_pretrained(out)

@@ -197,9 +197,13 @@ def test_the_table_of_features_is_true() -> None:
 
     assert lacking(hugging_face) == {"backpack"}
     assert lacking(tensor) == set()
-    assert lacking(context) == {"whisper"}
-    assert set(table) - lacking(expert) == {"mixtral", "qwen3_moe"}
-    assert lacking(pipeline) == {"mixtral", "qwen3_moe", "whisper"}
+    assert lacking(context) == {"whisper", "mamba2", "qwen3_next"}
+    mixtures = {name for name, cells in made_of.items() if "experts" in cells[3]}
+    assert {"mixtral", "qwen3_moe"} < mixtures
+    assert set(table) - lacking(expert) == mixtures
+    assert lacking(pipeline) == {*mixtures, "whisper"}
     assert made_of["gemma2"][1:3] == ["rotary", "sliding window, grouped heads, soft cap"]
     assert made_of["mpt"][1] == "ALiBi"
+    assert made_of["mamba2"][1:4] == ["none", "none, state-space model", "none"]
+    assert made_of["qwen3_next"][2] == "Gated DeltaNet in some layers, gated, grouped heads, query and key norm"
     assert made_of["mixtral"][3] == "8 experts, 2 for each token"

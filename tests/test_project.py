@@ -309,10 +309,13 @@ def test_the_command_line_starts_light():
 
 
 def configs() -> list[Path]:
-    """Those of one family each are read by tests/run/test_configs.py, ladders by tests/ladder, without processes."""
+    """Those of one family each are read by tests/run/test_configs.py, recipes by tests/run/test_recipes.py, and ladders
+    by tests/ladder, without processes.
+    """
     paths = sorted((ROOT / "configs").glob("**/*.yaml"))
+    recipes = [path for path in paths if path.read_text(encoding="utf-8").count("# Tried here: ")]
     elsewhere = [path for path in paths if path.stem.endswith("_nano") or path.stem.startswith("ladder_")]
-    return [path for path in paths if path.name == "gpt2_nano.yaml" or path not in elsewhere]
+    return [path for path in paths if path.name == "gpt2_nano.yaml" or path not in [*elsewhere, *recipes]]
 
 
 @pytest.mark.parametrize("config", configs(), ids=name_of)

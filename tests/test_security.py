@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -74,14 +75,20 @@ RUNS_SOMETHING = {
     "lm_trainer/bench/start.py": "the same program, to time its start",
     "lm_trainer/checkpoint/event_loops.py": "uvloop, by its name",
     "lm_trainer/core/bucket_files.py": "s3fs, by its name",
+    "lm_trainer/core/user_code.py": "the keys of RUNS_USER_CODE",
     "lm_trainer/data/sources/embedded.py": "modules of Python's library",
-    "lm_trainer/data/sources/grain_pipeline.py": "data.source.factory",
     "lm_trainer/health/alerts/sender.py": "trainer.alerts.command",
     "lm_trainer/health/power_off.py": "trainer.shutdown_at_exit",
     "lm_trainer/run/files/environment.py": "git",
+    "lm_trainer/sweep/running.py": "the command line",
     "lm_trainer/trackers/wandb.py": "git",
 }
 """Modules that start a program, or import what is not named in the code."""
+RUNS_USER_CODE = {
+    "lm_trainer/data/sources/grain_pipeline.py": ["data.source.factory"],
+    "lm_trainer/models/custom.py": ["model.factory", "model.attention", "model.mlp"],
+}
+"""Modules that run a Python file that the configuration names, and the keys that name it."""
 
 
 def starts_something(path: Path) -> bool:
@@ -97,24 +104,42 @@ def test_all_that_runs_code_is_known() -> None:
     launchers = {name for name in starters if name.startswith("lm_trainer/launch/")}
     assert starters - launchers == {*RUNS_SOMETHING}
     page = (ROOT / "docs" / "explanation" / "what-runs-code.md").read_text()
+    users = {
+        name_of(path)
+        for path in python_files("lm_trainer")
+        if any(isinstance(node, ast.ImportFrom) and node.module == "lm_trainer.core.user_code" for node in nodes(path))
+    }
+    assert users == {*RUNS_USER_CODE}
     keys = {reason for reason in RUNS_SOMETHING.values() if re.fullmatch(r"(data|trainer)\.[\w.]+", reason)}
-    assert len(keys) == 3
+    keys |= {key for named in RUNS_USER_CODE.values() for key in named}
+    assert len(keys) == 6
     assert all(f"`{key}`" in page for key in keys)
 
 
 def test_the_page_names_keys_that_there_are() -> None:
     page = (ROOT / "docs" / "explanation" / "what-runs-code.md").read_text()
     known_keys = {*all_keys(ConfigNode.root(RunConfig), all_classes=True)}
-    named = set(re.findall(r"`((?:data|trainer|eval_harness|hf)[\w]*\.[\w.]+|hf_\w+)`", page))
+    named = set(re.findall(r"`((?:data|model|trainer|eval_harness|hf)[\w]*\.[\w.]+|hf_\w+)`", page))
     assert len(named) > 10
     assert named <= known_keys
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"type": "gpt2", "seq_len": 16, "hidden_dim": 16, "num_layers": 1, "num_heads": 2},
+        {"type": "custom", "factory": "evil.py:make", "mlp": "evil.py:make", "seq_len": 16},
+        {"type": "custom", "family": "gpt2", "attention": "evil.py:make", "seq_len": 16},
+    ],
+    ids=["family", "factory", "part"],
+)
 @pytest.mark.parametrize("command", ["config show", "config check", "config diff", "config plot"])
-def test_reading_a_configuration_runs_nothing_of_it(lmt: Lmt, in_tmp_path: Path, command: str) -> None:
+def test_reading_a_configuration_runs_nothing_of_it(
+    lmt: Lmt, in_tmp_path: Path, command: str, model: dict[str, Any]
+) -> None:
     (in_tmp_path / "evil.py").write_text("from pathlib import Path\nPath('ran').touch()\ndef make(): ...\n")
     config = {
-        "model": {"type": "gpt2", "seq_len": 16, "hidden_dim": 16, "num_layers": 1, "num_heads": 2},
+        "model": model,
         "data": {"tokenizer": "bytes", "source": {"type": "grain", "factory": "evil.py:make"}},
         "trainer": {"alerts": {"command": "touch ran"}, "train_batch_size": 8},
     }

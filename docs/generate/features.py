@@ -39,15 +39,30 @@ def _positions(family: Any) -> str:
     spec = _spec(family)
     if spec.embedding.learned_positions:
         return "learned"
-    kinds = {type(block.attention.positions).__name__.removesuffix("Spec") for block in spec.blocks}
+    kinds = {type(_positions_of(block.mixer)).__name__.removesuffix("Spec") for block in spec.blocks}
     some_absent = "NoneType" in kinds
-    (kind,) = kinds - {"NoneType"}
-    return {"Rope": "rotary", "Alibi": "ALiBi"}[kind] + (", not in every layer" if some_absent else "")
+    names = {"Rope": "rotary", "Alibi": "ALiBi"}
+    (kind,) = kinds - {"NoneType"} or {None}
+    return "none" if kind is None else names[kind] + (", not in every layer" if some_absent else "")
+
+
+def _positions_of(mixer: Any) -> Any:
+    from lm_trainer.nn.mixer_spec import LatentSpec
+
+    return mixer.rope if isinstance(mixer, LatentSpec) else getattr(mixer, "positions", None)
 
 
 def _attention(family: Any) -> str:
-    attentions = [block.attention for block in _spec(family).blocks]
+    from lm_trainer.nn.mixer_spec import DeltaSpec, LatentSpec, StateSpaceSpec, softmax_specs
+
+    kinds = {type(block.mixer) for block in _spec(family).blocks}
+    attentions = softmax_specs(_spec(family).blocks)
     found = {
+        "none": not attentions,
+        "state-space model": StateSpaceSpec in kinds,
+        "Gated DeltaNet in some layers": DeltaSpec in kinds,
+        "latent": LatentSpec in kinds,
+        "gated": any(attention.gated for attention in attentions),
         "sliding window": any(attention.window for attention in attentions),
         "grouped heads": any(attention.kv_heads < attention.num_heads for attention in attentions),
         "query and key norm": any(attention.qk_norm for attention in attentions),
@@ -58,9 +73,16 @@ def _attention(family: Any) -> str:
 
 
 def _mlp(family: Any) -> str:
-    mlp = _spec(family).blocks[0].mlp
-    if _spec(family).num_routers:
-        return f"{mlp.num_experts} experts, {mlp.top_k} for each token"
+    # Imported when used, like all of the library here.
+    from lm_trainer.nn.expert_spec import MoeSpec
+
+    mlps = [block.mlp for block in _spec(family).blocks]
+    if mixtures := [mlp for mlp in mlps if isinstance(mlp, MoeSpec)]:
+        shared = ", and a shared one" if mixtures[0].shared else ""
+        return f"{mixtures[0].num_experts} experts, {mixtures[0].top_k} for each token{shared}"
+    mlp = mlps[0]
+    if mlp is None:
+        return "none"
     activation = mlp.activation
     name = activation if isinstance(activation, str) else type(activation).__name__.removesuffix("Spec").lower()
     return f"gated {name}" if mlp.gated else name
@@ -108,12 +130,13 @@ def _kernel(name: str) -> Callable[[Any], str]:
         from lm_trainer.core.errors import UserError
         from lm_trainer.nn.attention_dispatch import choose_backend
         from lm_trainer.nn.attention_kernel import AttentionMetadata
+        from lm_trainer.nn.mixer_spec import softmax_specs
 
         metadata = AttentionMetadata(KERNELS[name], jnp.bfloat16, POSITIONS, POSITIONS * (2 if name == "ring" else 1))
         try:
-            for block in _spec(family).blocks:
-                scores = dataclasses.replace(block.attention.scores, backend=name)
-                choose_backend(dataclasses.replace(block.attention, scores=scores), metadata)
+            for attention in softmax_specs(_spec(family).blocks):
+                scores = dataclasses.replace(attention.scores, backend=name)
+                choose_backend(dataclasses.replace(attention, scores=scores), metadata)
         except UserError:
             return NO
         return YES

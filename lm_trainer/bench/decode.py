@@ -9,6 +9,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.generate.engine import Generation
 from lm_trainer.generate.layout import to_decoding_layout
 from lm_trainer.generate.sampling import GenerateSettings
+from lm_trainer.nn.mixer_spec import cache_sizes
 from lm_trainer.profile.bandwidth import CopyProbe
 from lm_trainer.profile.timing import BenchResult, Spread, format_si, measure_interleaved, time_call
 from lm_trainer.run.config.run_config import RunConfig
@@ -89,5 +90,6 @@ def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repea
 
 def _cache_bytes(config: RunConfig, vocab_size: int, rows: int, length: int) -> int:
     """Returns the number of bytes of the keys and values of all layers for `length` cached tokens in each row."""
-    width = sum(2 * b.attention.kv_heads * b.attention.head_dim for b in config.model.spec(vocab_size).blocks)
+    sizes = [cache_sizes(block.mixer) for block in config.model.spec(vocab_size).blocks]
+    width = sum(heads * (key + value) for heads, key, value in filter(None, sizes))
     return rows * length * width * config.trainer.mp.compute_dtype.itemsize

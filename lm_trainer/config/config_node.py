@@ -96,6 +96,8 @@ class ConfigNode:
             model = self.model_for(value)
             if model is not None and key in model.model_fields:
                 return self.field_node(model, key)
+            if model is not None and model.model_config.get("extra") == "allow":
+                return ConfigNode(ValueType("scalar", Any))
             if model is not None or free is None:
                 raise NoSuchKey("unknown key")
         if free is not None:

@@ -96,7 +96,12 @@ class Explainer:
         node, block = self.find_node(path)
         if node is None or not isinstance(block, dict):
             return {}
-        models = [model for model in node.candidate_models(block, all_classes=True) if type_tags(model)]
+        # A class that accepts undeclared keys cannot judge any key.
+        models = [
+            model
+            for model in node.candidate_models(block, all_classes=True)
+            if type_tags(model) and model.model_config.get("extra") != "allow"
+        ]
         errors_by_model = [self._errors_if_model(model, path, block) for model in models]
         below_key: dict[int | str, dict[KeyPath, None]] = defaultdict(dict)
         for below in (below for model_errors in errors_by_model for below in model_errors if len(below) > len(path)):

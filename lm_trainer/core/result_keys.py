@@ -35,8 +35,11 @@ def affects_results_through(part: Callable[[Any], Any]) -> ResultEffect:
 
 
 def find_result_effect(config: type[Config], key: str) -> ResultEffect | None:
-    """Returns the annotation of a field; None if it has none. Such a field is considered to affect results."""
-    return next((m for m in config.model_fields[key].metadata if isinstance(m, ResultEffect)), None)
+    """Returns the annotation of a field; None if it has none. Such a field is considered to affect results, and so is a
+    key of a section that accepts undeclared keys.
+    """
+    field = config.model_fields.get(key)
+    return None if field is None else next((m for m in field.metadata if isinstance(m, ResultEffect)), None)
 
 
 def select_result_values(config: Config, plain: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from lm_trainer.core.result_keys import AffectsResults, Operational
 from lm_trainer.data.cache.kvstore import CachePath
 from lm_trainer.data.formats import AnyFormat, TextFormat
 from lm_trainer.data.formats.default_packing import Packing, choose_default_packing
+from lm_trainer.data.formats.too_long import ConversationFormat, TooLong
 from lm_trainer.data.mixture import check_known_sets, check_set_names, check_steps, cycle_counts
 from lm_trainer.data.shuffle import AnyShuffle, EraShuffle, FullShuffle, NoShuffle, ShuffleConfig
 from lm_trainer.data.sources import AnySource, Shard, SourceConfig, Split, list_shards, list_source_shards
@@ -219,10 +220,11 @@ class DataConfig(SetConfig):
 
     packing: AffectsResults[Packing | dict[str, Packing]] = "concat"
     """Method of filling rows with documents, for all sets or by name. `concat` concatenates documents and splits the
-    stream into rows, which may split documents. `best_fit` splits only documents longer than a row, and adds a little
-    padding. With both, attention stays within a document, and held-out text fills rows in the same way. If absent,
-    sets with prompts and answers (`format` `chat`, `supervised`, `preference` and `unpaired_preference`) use
-    `best_fit`, so that an answer has its prompt in context, and others use `concat`."""
+    stream into rows, which may split documents. `best_fit` splits only documents longer than a row, unless
+    `format.on_too_long` treats them otherwise, and adds a little padding. With both, attention stays within a
+    document, and held-out text fills rows in the same way. If absent, sets with prompts and answers (`format` `chat`,
+    `supervised`, `preference` and `unpaired_preference`) use `best_fit`, so that an answer has its prompt in context,
+    and others use `concat`."""
     configs: AffectsResults[dict[str, SetConfig]] = {}
     """The sets of a mixture by name, each with its own files, cache and validation text. They replace the files of this
     block. A set without a `cache_dir` has its cache in `cache_dir/NAME`."""
@@ -353,11 +355,26 @@ class DataConfig(SetConfig):
             packing = choose_default_packing({name: set_config.format for name, set_config in self.sets.items()})
             # The configuration is already frozen.
             object.__setattr__(self, "packing", packing)
+        for name, set_config in self.sets.items():
+            too_long = getattr(set_config.format, "on_too_long", "split")
+            changed = "on_too_long" in set_config.format.changed_fields and too_long != "split"
+            if changed and self.packing_of(name) == "concat":
+                raise ValueError(
+                    f"format.on_too_long: {too_long} has no effect with packing: concat, which splits documents "
+                    f"anywhere; write packing: best_fit"
+                )
         return self
 
     def packing_of(self, name: str) -> Packing:
         """Returns the method by which the documents of one set fill rows."""
         return self.packing.get(name, "concat") if isinstance(self.packing, dict) else self.packing
+
+    def too_long_of(self, name: str) -> TooLong:
+        """Returns the treatment of the documents of one set that are longer than a row."""
+        format = self.sets[name].format
+        if isinstance(format, ConversationFormat) and self.packing_of(name) == "best_fit":
+            return format.on_too_long
+        return "split"
 
     @property
     def packed(self) -> bool:

@@ -14,13 +14,13 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.piecewise import BatchSchedule
 from lm_trainer.data.config import DataConfig
 from lm_trainer.data.fingerprints import DataIdentity
-from lm_trainer.data.formats.answers import AnswerFormat
+from lm_trainer.data.formats.chat import compile_format_template
 from lm_trainer.data.loader import HostRows, TrainIterator, row_dataset
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.rows.grain_rows import GrainRows
 from lm_trainer.data.rows.growing_order import GrowingOrder
+from lm_trainer.data.rows.long_examples import LongExamples
 from lm_trainer.data.rows.order import TrainOrder, TrainSet
-from lm_trainer.data.rows.pair_packing import PairPlan
 from lm_trainer.data.rows.row_builder import PendingEvalSet, RowBuilder
 from lm_trainer.data.rows.train_sets import TrainSets, num_full_steps
 from lm_trainer.data.tokenize.background import BackgroundBuilds
@@ -40,6 +40,7 @@ class Data:
         cache_dir: directory of the tokenizer and of all caches that have no separate directory.
         caches: every cache, keyed by `NAME/train` and `NAME/validation`.
         builds: builds of the unfinished caches.
+        build_notes: notes on caches that this call built or began to build.
 
     Raises:
         UserError: if it is already known that a set cannot be trained or evaluated on.
@@ -52,9 +53,10 @@ class Data:
         cache_dir: str,
         caches: Mapping[str, OpenCache],
         builds: BackgroundBuilds | None = None,
+        build_notes: Sequence[str] = (),
     ):
         self.config, self.cache_dir, self.caches, self.builds = config, cache_dir, caches, builds
-        self._row_builder = row_builder
+        self._row_builder, self._build_notes = row_builder, build_notes
         self._train_sets = TrainSets(config, row_builder, caches)
         self._identity = DataIdentity(config, row_builder, caches, self._train_sets)
         self._iterators: list[TrainIterator] = []
@@ -66,24 +68,43 @@ class Data:
         return self._row_builder.tokenizer
 
     @property
+    def published_tokenizer(self) -> HfTokenizer:
+        """The tokenizer to save with the model, with the chat template that made the training rows.
+
+        Prompts are then built by the same template when the model is used. If several sets have different templates of
+        their own, the tokenizer is unchanged.
+        """
+        named = [getattr(set_config.format, "chat_template", None) for set_config in self.config.sets.values()]
+        sources = {compile_format_template(name, self.tokenizer).source for name in named if name is not None}
+        if len(sources) != 1 or sources == {self.tokenizer.chat_template}:
+            return self.tokenizer
+        return self.tokenizer.with_chat_template(*sources)
+
+    @property
     def train_sets(self) -> Sequence[TrainSet]:
         """The sets to train on in configuration order, as far as they are final."""
         return self._train_sets.current_sets()
 
     @property
     def notes(self) -> list[str]:
-        """Notes on sets whose order depends on more than the step, or is not controlled by this program."""
+        """Notes on caches that are newly built, and on sets whose order is not controlled by this program alone."""
+        return [*self._build_notes, *self._grain_notes()]
+
+    def _grain_notes(self) -> list[str]:
         return [train.rows.note for train in self.train_sets if isinstance(train.rows, GrainRows)]
 
-    def left_out_pairs(self) -> dict[str, PairPlan]:
-        """Returns the packing plan of every complete set of pairs that is longer than a row in part, by cache name."""
-        plans = {}
+    def long_examples(self) -> dict[str, LongExamples]:
+        """Returns the numbers of examples longer than a row of every complete set that has such examples, by cache.
+
+        Examples are the documents of sets with prompts and answers, or the pairs of sets of pairs.
+        """
+        counts = {}
         for name, cache in self.caches.items():
             set_name = name.rpartition("/")[0]
-            format = self.config.sets[set_name].format
-            if isinstance(format, AnswerFormat) and cache.finished:
-                plans[name] = self._row_builder.pack_pairs(set_name, cache, format)
-        return {name: plan for name, plan in plans.items() if plan.too_long}
+            packed = self.config.packing_of(set_name) == "best_fit"
+            if packed and self.config.sets[set_name].format.has_prompts and cache.finished:
+                counts[name] = self._row_builder.count_long_examples(set_name, cache)
+        return {name: count for name, count in counts.items() if count.too_long}
 
     @property
     def complete(self) -> bool:

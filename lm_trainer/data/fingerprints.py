@@ -57,9 +57,16 @@ class DataIdentity:
             "stages": [stage for stage in config.stages if step is None or stage[0] < max(step, 1)],
             "packing": config.packing,
             "limits": [config.value_for_set(config.max_train_batches, name) for name in config.trained],
+            **self._long_document_settings(),
             **({"excluded": excluded} if (excluded := self._exclusion_digests()) else {}),
             **self._feature_settings(),
         }
+
+    def _long_document_settings(self) -> dict[str, object]:
+        """Returns the treatment of long documents; empty if they are split, as in data before there was a choice."""
+        treatments = {name: self.config.too_long_of(name) for name in self.config.sets}
+        changed = {name: treatment for name, treatment in treatments.items() if treatment not in ("split", "raise")}
+        return {"too_long": changed} if changed else {}
 
     def _exclusion_digests(self) -> dict[str, str]:
         return {name: cache.exclusion.digest for name, cache in self.caches.items() if cache.exclusion is not None}

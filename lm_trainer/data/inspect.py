@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,8 +35,9 @@ from lm_trainer.data.cache.token_location import TokenLocation
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.config import DataConfig
 from lm_trainer.data.formats import FormatConfig, TextFormat
+from lm_trainer.data.formats.too_long import TooLong
 from lm_trainer.data.provenance import find_source
-from lm_trainer.data.rows.packing import PackingStats, packing_stats
+from lm_trainer.data.rows.packing_stats import PackingStats, packing_stats
 from lm_trainer.data.rows.pair_packing import pack_pairs
 from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenize.cache_spec import CacheSpec, find_caches
@@ -45,6 +45,7 @@ from lm_trainer.data.tokenize.finished_cache import FinishedCache
 from lm_trainer.data.tokenize.lock import parse_claim
 from lm_trainer.data.tokenize.plan import find_mismatches, open_builds
 from lm_trainer.data.tokenize.ready_rows import ReadyRows
+from lm_trainer.data.tokenizer.brackets import decode_with_brackets
 
 
 class FeatureStatus(NamedTuple):
@@ -219,12 +220,22 @@ class CacheStats(NamedTuple):
     left_out: int
     """Number of documents that `data.exclude` leaves out. The other statistics do not include them."""
     left_out_tokens: int
+    too_long: int = 0
+    """Number of documents that are longer than a row."""
 
 
-def cache_stats(store: KvStore, ledger: Ledger, seq_len: int | None, exclusion: Exclusion | None = None) -> CacheStats:
+def cache_stats(
+    store: KvStore,
+    ledger: Ledger,
+    seq_len: int | None,
+    exclusion: Exclusion | None = None,
+    *,
+    too_long: TooLong = "split",
+) -> CacheStats:
     """Computes statistics of document lengths, and of how well documents fill rows of `seq_len`.
 
     Excluded documents do not count. If `seq_len` is None, each document is a separate row, so packing is not computed.
+    `too_long` is the treatment of documents that are longer than a row.
 
     Raises:
         UserError: if the cache does not have any documents yet.
@@ -240,30 +251,28 @@ def cache_stats(store: KvStore, ledger: Ledger, seq_len: int | None, exclusion: 
     quantiles = _quantiles(lengths_D)
     # Loss targets are counted in the full stream, so they are not counted if documents are excluded.
     masked = ledger.marks and not len(left_out)
-    count_targets = partial(_num_targets, store, ledger, lengths_D) if masked else None
-    packing = {} if seq_len is None else packing_stats(lengths_D, seq_len, count_targets)
+    targets = _iter_targets(store, ledger, lengths_D) if masked else None
+    packing = {} if seq_len is None else packing_stats(lengths_D, seq_len, targets, too_long)
+    num_long = 0 if seq_len is None else int(np.count_nonzero(lengths_D - 1 > seq_len))
     per_token = None if ledger.places else sum(ledger.text_bytes) / ledger.num_tokens
-    return CacheStats(
-        len(lengths_D), int(lengths_D.sum()), per_token, quantiles, packing, len(left_out), int(left_out.sum())
-    )
+    sums = int(lengths_D.sum()), per_token, quantiles, packing, len(left_out), int(left_out.sum()), num_long
+    return CacheStats(len(lengths_D), *sums)
 
 
-def _num_targets(store: KvStore, ledger: Ledger, lengths_D: np.ndarray, count: int) -> int:
-    """Returns the number of loss targets among the first `count` tokens.
+def _iter_targets(store: KvStore, ledger: Ledger, lengths_D: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields the positions in the stream of the loss targets, int64, part by part.
 
     Loss targets are tokens in the loss that follow another token of their document.
     """
     mask, starts_D = LossMaskStream(store, ledger, np.dtype(np.uint8)), np.cumsum(lengths_D) - lengths_D
-    targets = begin = 0
+    begin = 0
     # Works part by part, because the full mask may not fit in memory.
     for tokens in ledger.tokens:
-        end = min(begin + tokens, count)
-        if end <= begin:
-            break
-        in_loss_T = (mask.read(np.array([begin]), end - begin)[0] & IN_LOSS) != 0
-        firsts = starts_D[np.searchsorted(starts_D, begin) : np.searchsorted(starts_D, end)] - begin
-        targets, begin = targets + int(in_loss_T.sum()) - int(in_loss_T[firsts].sum()), end
-    return targets
+        end = begin + tokens
+        in_loss_T = (mask.read(np.array([begin]), tokens)[0] & IN_LOSS) != 0
+        in_loss_T[starts_D[np.searchsorted(starts_D, begin) : np.searchsorted(starts_D, end)] - begin] = False
+        yield np.flatnonzero(in_loss_T) + begin
+        begin = end
 
 
 class PairStats(NamedTuple):
@@ -401,20 +410,13 @@ class _DocumentReader:
         count = 8 * self._chars if self._chars else length
         while True:
             ids_T = self._tokens.read(np.array([start]), min(count, length))[0]
-            text = self._decode(ids_T) if in_loss_T is None else self._decode_with_brackets(ids_T, in_loss_T[:count])
+            decode = self._build.tokenizer.decode
+            text = (
+                decode(ids_T.tolist()) if in_loss_T is None else decode_with_brackets(decode, ids_T, in_loss_T[:count])
+            )
             if count >= length or len(text) > self._chars:
                 return text
             count *= 8
-
-    def _decode(self, ids_T: np.ndarray) -> str:
-        return self._build.tokenizer.decode(ids_T.tolist())
-
-    def _decode_with_brackets(self, ids_T: np.ndarray, in_loss_T: np.ndarray) -> str:
-        """Decodes tokens, with brackets around the runs that count in the loss."""
-        changes = np.flatnonzero(np.diff(in_loss_T)) + 1
-        texts = [self._decode(run) for run in np.split(ids_T, changes)]
-        counted = [in_loss_T[position] for position in [0, *changes.tolist()]]
-        return "".join(f"⟦{text}⟧" if inside else text for text, inside in zip(texts, counted, strict=True))
 
 
 def complete_cache_name(names: Collection[str], name: str) -> str:

@@ -11,6 +11,7 @@ from lm_trainer.data.rows.row_builder import RowBuilder
 from lm_trainer.data.tokenize.background import BackgroundBuild, BackgroundBuilds
 from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenize.finished_cache import FinishedCache
+from lm_trainer.data.tokenize.first_row import build_notes
 from lm_trainer.data.tokenize.open_cache import open_cache, read_excluded_documents
 from lm_trainer.data.tokenize.plan import plan_caches
 from lm_trainer.data.tokenize.progress import BuildCallbacks, OnProgress
@@ -49,6 +50,7 @@ def open_data(
     plan = plan_caches(config, on_progress, ray)
     growing = _select_background_builds(plan.builds) if background else {}
     callbacks, excluded = BuildCallbacks(on_progress), read_excluded_documents(config)
+    notes = build_notes(plan.builds)
     caches = {
         # A growing cache is opened in its current state. Any other cache is first built to its end.
         name: open_cache(
@@ -61,7 +63,7 @@ def open_data(
         pending = [BackgroundBuild(build, caches[name], num_builds=len(growing)) for name, build in growing.items()]
         # A Ray cluster schedules the tasks of one build at a time.
         builds = BackgroundBuilds(pending, one_by_one=ray is not None)
-    data = Data(config, RowBuilder(config, plan.tokenizer, seq_len, seed), plan.directory, caches, builds)
+    data = Data(config, RowBuilder(config, plan.tokenizer, seq_len, seed), plan.directory, caches, builds, notes)
     # Started last, since an earlier error must not leave threads behind.
     if builds is not None:
         builds.start()

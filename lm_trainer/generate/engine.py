@@ -241,7 +241,7 @@ def _prefill(
     rows, width = tokens_BT.shape
     positions_BT = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
     cache = model.init_cache(rows, program.capacity, dtype=program.dtype)
-    h_BTD, cache = model.decode_hidden(tokens_BT, positions_BT, cache)
+    h_BTD, cache = model.decode_hidden(tokens_BT, positions_BT, cache, lengths_B)
     # Only the logits of the last positions, because logits of all positions would take V / D times the memory.
     last_BD = h_BTD[jnp.arange(rows), lengths_B - 1]
     return cache, model.logits(last_BD)

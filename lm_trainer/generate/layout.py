@@ -24,14 +24,17 @@ from lm_trainer.core.broadcast import with_rank_of
 from lm_trainer.nn.cache import SplitKvCache
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.linear import Linear
+from lm_trainer.nn.mixer_spec import cache_sizes
 
 
 def to_decoding_layout(model: Decoder, dtype: DTypeLike = jnp.float32) -> Decoder:
     """Returns a model that gives the same results up to rounding, for use in `generate` with the same `dtype`.
 
     The matrices of linear maps are copied and converted to `dtype`. Returns `model` itself unless all its parameters
-    are on one CPU device.
+    are on one CPU device and all its layers keep keys and values.
     """
+    if any(cache_sizes(block.mixer) is None for block in model.spec.blocks):
+        return model
     graph, state = nnx.split(model)
     devices = {device for leaf in jax.tree.leaves(state) for device in _devices_of(leaf)}
     if [device.platform for device in devices] != ["cpu"]:
@@ -68,6 +71,10 @@ class _TransposedLinear(nnx.Module):
         self.weight_OI = nnx.Param(_to_contiguous(np.swapaxes(flat, -1, -2), dtype))
         self.bias = linear.bias
         self.lora = nnx.data(linear.lora)
+
+    def matrix(self, dtype: DTypeLike) -> jax.Array:
+        """Same as `Linear.matrix`."""
+        return self.weight_OI[...].astype(dtype).T.reshape(*self.in_shape, *self.out_shape)
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         leading_shape = x.shape[: x.ndim - len(self.in_shape)]

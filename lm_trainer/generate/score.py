@@ -211,7 +211,7 @@ def _prefill(
     """Computes the cache after the contexts, and the logits [B, V] after the last token of each context."""
     model: Decoder = nnx.merge(program.graphdef, params)
     cache = model.init_cache(tokens_BT.shape[0], program.capacity, dtype=program.dtype)
-    h_BTD, cache = model.decode_hidden(tokens_BT, _position_ids(tokens_BT), cache)
+    h_BTD, cache = model.decode_hidden(tokens_BT, _position_ids(tokens_BT), cache, lengths_B)
     return cache, model.logits(h_BTD[jnp.arange(tokens_BT.shape[0]), lengths_B - 1])
 
 

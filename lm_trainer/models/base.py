@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -119,6 +120,11 @@ class DecoderConfig(Config):
     """The family's Hugging Face format."""
     frozen_params: ClassVar[frozenset[str]] = frozenset()
     """Dotted names of parameters that are never trained."""
+    newer_fields: ClassVar[frozenset[str]] = frozenset()
+    """Settings that the family got after its first release. At their defaults they are left out of the hash of a
+    configuration, which stays the same."""
+    own_code: ClassVar[bool] = False
+    """True if the configuration names code of the user, which building the model runs."""
 
     absent: ClassVar[Mapping[str, str]] = {
         **{name: f"axes have no objects; use {use}" for name, use in _AXES.items()},
@@ -183,6 +189,15 @@ class DecoderConfig(Config):
 
         return Decoder
 
+    def module_class(self) -> type[Decoder]:
+        """Returns the class that `build` makes an instance of."""
+        return self.module()
+
+    @property
+    def code_files(self) -> tuple[Path, ...]:
+        """Files with code of the user that building the model runs."""
+        return ()
+
     def build(self, vocab_size: int, *, rngs: nnx.Rngs | None = None, key: jax.Array | None = None) -> Decoder:
         """Builds the model with newly initialised parameters. Call this method under `jax.jit` or `nnx.eval_shape`.
 
@@ -198,7 +213,7 @@ class DecoderConfig(Config):
 
         if (rngs is None) == (key is None):
             raise ValueError("give either rngs or key")
-        return self.module()(self.spec(vocab_size), rngs=rngs or nnx.Rngs(key))
+        return self.module_class()(self.spec(vocab_size), rngs=rngs or nnx.Rngs(key))
 
     def flops_per_token(self, vocab_size: int, context_length: int | None = None) -> int:
         """Computes the forward-pass FLOPs per token in sequences of `context_length` tokens (default: `seq_len`)."""

@@ -109,7 +109,7 @@ class Cohere2Config(RotaryConfig):
         full = BlockSpec(
             replace(plain, positions=None), self.mlp_spec(), pre_norm=self.norm_spec(), parallel=True, shared_norm=True
         )
-        local = replace(full, attention=replace(plain, positions=rope, window=self.sliding_window))
+        local = replace(full, mixer=replace(plain, positions=rope, window=self.sliding_window))
         kinds = layer_types(self.num_layers, self.sliding_window_pattern)
         blocks = tuple(full if kind == "full_attention" else local for kind in kinds)
         return self.decoder_spec(vocab_size, blocks, logit_scale=self.logit_scale)

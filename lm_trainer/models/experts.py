@@ -1,16 +1,20 @@
 """Settings and tensors that families with a mixture of experts share."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from lm_trainer.models.hf_table import HfTensor
 from lm_trainer.models.rotary import BLOCK, RotaryConfig
-from lm_trainer.nn.spec import MoeSpec
+from lm_trainer.nn.expert_spec import MoeSpec, RouterSpec, SharedExpertSpec
 
 
 class ExpertsConfig(RotaryConfig):
     """Settings of a decoder with experts."""
+
+    newer_fields: ClassVar[frozenset[str]] = frozenset({"lbl_over", "selection_bias_rate", "expert_kernel"})
 
     n_routed_experts: int = Field(default=8, gt=0)
     """Number of experts in each layer."""
@@ -19,8 +23,20 @@ class ExpertsConfig(RotaryConfig):
     lbl_coef: float = Field(default=0.01, ge=0)
     """Weight of the experts' load-balancing loss; 0: no such loss. It affects only the gradient, and is not part of the
     reported loss."""
+    lbl_over: Literal["microbatch", "batch", "row"] = "microbatch"
+    """Tokens over which the load-balancing loss takes the load of an expert. `microbatch`: the microbatch, so the
+    weight of the loss depends on the size of microbatches. `batch`: the global batch of the previous step, which is the
+    same for every division into microbatches. `row`: the row of each token, as in DeepSeek-V3."""
+    selection_bias_rate: float | None = Field(default=None, ge=0)
+    """Balances the load without a loss: each step raises a bias of experts with less than the mean load of the global
+    batch by this rate, and lowers it for the others. The bias affects only the selection of experts. 0: the bias stays
+    the same. Unset: no bias."""
     rzl_coef: float = Field(default=0.001, ge=0)
     """Weight of the z-loss, which penalises large router logits; 0: no such loss. It affects only the gradient."""
+    expert_kernel: Literal["auto", "dense", "grouped"] | None = None
+    """Computation of the experts. `grouped`: only the experts that a token chose, by grouped products (CPUs and TPUs);
+    `dense`: every expert for every token; `auto`: grouped where there is a kernel, otherwise dense. Unset: dense, and
+    on TPUs XLA's grouped product, as in earlier versions."""
 
     @model_validator(mode="after")
     def _check_enough_experts(self) -> "ExpertsConfig":
@@ -30,17 +46,48 @@ class ExpertsConfig(RotaryConfig):
             )
         return self
 
-    def moe_spec(self, width: int, *, renormalize: bool = True) -> MoeSpec:
-        """Builds the spec of a layer's mixture of experts. `width` is the width of one expert."""
+    def moe_spec(
+        self, width: int, *, router: RouterSpec | None = None, shared: SharedExpertSpec | None = None
+    ) -> MoeSpec:
+        """Builds the spec of a layer's mixture of experts.
+
+        Args:
+            width: width of one expert.
+            router: selection of the experts. The settings of balance replace the ones in it.
+            shared: expert that all tokens pass.
+        """
         return MoeSpec(
             hidden_dim=width,
             num_experts=self.n_routed_experts,
             top_k=self.num_experts_per_tok,
             activation=self.activation_function,
-            renormalize=renormalize,
-            balance_coef=self.lbl_coef,
-            z_coef=self.rzl_coef,
+            router=replace(
+                router or RouterSpec(),
+                selection_bias=self.selection_bias_rate,
+                balance_coef=self.lbl_coef,
+                balance_over=self.lbl_over,
+                z_coef=self.rzl_coef,
+            ),
+            shared=shared,
+            kernel=self.expert_kernel,
         )
+
+
+class GroupedExpertsConfig(ExpertsConfig):
+    """Settings of the families that came after the choice of kernels and losses, with the better defaults."""
+
+    newer_fields: ClassVar[frozenset[str]] = frozenset()
+
+    lbl_coef: float = Field(default=0.001, ge=0)
+    """Weight of the experts' load-balancing loss; 0: no such loss. It affects only the gradient, and is not part of the
+    reported loss."""
+    lbl_over: Literal["microbatch", "batch", "row"] = "batch"
+    """Tokens over which the load-balancing loss takes the load of an expert. `microbatch`: the microbatch, so the
+    weight of the loss depends on the size of microbatches. `batch`: the global batch of the previous step, which is the
+    same for every division into microbatches. `row`: the row of each token, as in DeepSeek-V3."""
+    expert_kernel: Literal["auto", "dense", "grouped"] = "auto"
+    """Computation of the experts. `grouped`: only the experts that a token chose, by grouped products (CPUs and TPUs);
+    `dense`: every expert for every token; `auto`: grouped where there is a kernel, otherwise dense."""
 
 
 def expert_tensors(router: str, names: Mapping[str, str]) -> tuple[HfTensor, ...]:
@@ -51,3 +98,24 @@ def expert_tensors(router: str, names: Mapping[str, str]) -> tuple[HfTensor, ...
         HfTensor(f"{router}.weight", (f"{BLOCK}.mlp.router",), transposed=True),
         *(HfTensor(f"{hf}.weight", (f"{BLOCK}.mlp.{name}",), transposed=True) for name, hf in names.items()),
     )
+
+
+def selection_bias_tensor(name: str) -> HfTensor:
+    """Describes the bias of a layer's selection of experts. `name` is its name in the file."""
+    return HfTensor(name, (f"{BLOCK}.mlp.selection_bias",))
+
+
+def shared_expert_tensors(expert: str, gate: str | None = None) -> tuple[HfTensor, ...]:
+    """Lists the tensors of the expert that all tokens pass, and of its gate.
+
+    Args:
+        expert: name of the expert in the file.
+        gate: name of its gate in the file; None: it has none.
+    """
+    names = ("gate", "up", "down")
+    matrices = (
+        HfTensor(f"{expert}.{name}_proj.weight", (f"{BLOCK}.mlp.shared.mlp.{name}.weight",), transposed=True)
+        for name in names
+    )
+    gates = () if gate is None else (HfTensor(f"{gate}.weight", (f"{BLOCK}.mlp.shared.gate",), transposed=True),)
+    return (*matrices, *gates)

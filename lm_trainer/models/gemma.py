@@ -197,7 +197,7 @@ class _WindowedGemmaConfig(_GemmaConfig):
 
     def alternating_decoder_spec(self, vocab_size: int, full: BlockSpec, local: BlockSpec) -> DecoderSpec:
         """Builds the spec of a model with both kinds of layers. `local` gets the window."""
-        local = replace(local, attention=replace(local.attention, window=self.sliding_window))
+        local = replace(local, mixer=replace(local.attention, window=self.sliding_window))
         kinds = layer_types(self.num_layers, self.sliding_window_pattern)
         blocks = tuple(full if kind == "full_attention" else local for kind in kinds)
         return self.decoder_spec(
@@ -281,6 +281,6 @@ class Gemma3Config(_WindowedGemmaConfig):
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         block = self.block_spec()
-        full = replace(block, attention=replace(block.attention, qk_norm=QkNormSpec(self.norm_spec())))
-        local = replace(full, attention=replace(full.attention, positions=RopeSpec(self.rope_local_base_freq)))
+        full = replace(block, mixer=replace(block.attention, qk_norm=QkNormSpec(self.norm_spec())))
+        local = replace(full, mixer=replace(full.attention, positions=RopeSpec(self.rope_local_base_freq)))
         return self.alternating_decoder_spec(vocab_size, full, local)

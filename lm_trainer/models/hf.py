@@ -15,10 +15,10 @@ from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.models import MODEL_CONFIGS
 from lm_trainer.models.base import DecoderConfig
 from lm_trainer.models.hf_constants import check_constants, constant_tensors
+from lm_trainer.models.hf_param import ParamInfo
 from lm_trainer.models.hf_stream import SourceSlice, source_slices
 from lm_trainer.models.hf_table import (
     HfFamily,
-    ParamInfo,
     PendingTensor,
     check_tensors,
     file_tensors,
@@ -28,6 +28,7 @@ from lm_trainer.models.hf_table import (
     settings_to_hf,
 )
 from lm_trainer.nn.init import LOGICAL_AXES
+from lm_trainer.nn.router import LOAD_RATE, LoadParam
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
@@ -92,7 +93,10 @@ def params_from_hf(model_config: DecoderConfig, vocab_size: int, tensors: Mappin
     """
     check_constants_of(model_config, tensors)
     shapes = _param_info_tree(model_config, vocab_size)
-    return from_named_leaves(shapes, params_from_tensors(model_config.hf_family(), _infos_by_name(shapes), tensors))
+    params = params_from_tensors(model_config.hf_family(), _infos_by_name(shapes), tensors)
+    # Without a step before, the load of experts counts as equal.
+    absent = {name: np.ones(leaf.shape, np.float32) for name, leaf in named_leaves(shapes).items() if not leaf.in_files}
+    return from_named_leaves(shapes, {**params, **absent})
 
 
 def params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -124,7 +128,9 @@ def pending_params_to_hf(
     settings_to_hf(model_config.hf_family(), model_config)
     named = named_leaves(params)
     vocab_size = named["embed.tokens"].shape[0]
-    leaves = _infos_by_name(_param_info_tree(model_config, vocab_size))
+    everything = named_leaves(_param_info_tree(model_config, vocab_size))
+    leaves = {name: leaf for name, leaf in everything.items() if leaf.in_files}
+    named = {name: x for name, x in named.items() if name in leaves or name not in everything}
     shapes = {name: tuple(leaf.shape) for name, leaf in named.items()}
     if mismatched := sorted(
         name for name in leaves.keys() | shapes.keys() if not _shape_matches(leaves.get(name), shapes.get(name))
@@ -183,7 +189,7 @@ def plan_reading(
 
 
 def param_infos(model_config: DecoderConfig, vocab_size: int) -> dict[str, ParamInfo]:
-    """Returns the shape and axes of every parameter by dotted name; allocates no memory."""
+    """Returns the shape and axes of every parameter in a file by dotted name; allocates no memory."""
     return _infos_by_name(_param_info_tree(model_config, vocab_size))
 
 
@@ -196,11 +202,13 @@ def _param_info_tree(model_config: DecoderConfig, vocab_size: int) -> dict[str, 
     model = nnx.eval_shape(lambda: model_config.build(vocab_size, rngs=nnx.Rngs(0)))
 
     def to_param_info(variable: nnx.Variable) -> nnx.Variable:
-        return variable.replace(ParamInfo(tuple(variable.get_value().shape), variable.get_metadata(LOGICAL_AXES)))
+        in_files = not isinstance(variable, LoadParam) or variable.get_metadata(LOAD_RATE) is not None
+        shape = tuple(variable.get_value().shape)
+        return variable.replace(ParamInfo(shape, variable.get_metadata(LOGICAL_AXES), in_files))
 
     state = jax.tree.map(to_param_info, nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable))
     return nnx.to_pure_dict(state)
 
 
 def _infos_by_name(shapes: dict[str, Any]) -> dict[str, ParamInfo]:
-    return named_leaves(shapes)
+    return {name: leaf for name, leaf in named_leaves(shapes).items() if leaf.in_files}

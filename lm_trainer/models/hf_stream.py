@@ -34,18 +34,20 @@ class SourceSlice(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.entry.parts[self.position].leaf.part_shape
+        return self.entry.parts[self.position].shape
 
     @property
     def _merged_dim(self) -> int | None:
         """Dimension of the heads, which the file merges with head_size; None without heads."""
-        axes = self.entry.parts[self.position].leaf.part_axes
+        axes = self.entry.parts[self.position].axes
         return next((dim for dim in range(len(axes) - 1) if axes[dim : dim + 2] in _HEADS), None)
 
     @property
     def outermost_dim(self) -> int:
         """Dimension here that is outermost in the file, where a block that is thin along it is one contiguous range."""
-        if not self.entry.table.transposed:
+        axes = self.entry.parts[self.position].axes
+        table = self.entry.table
+        if not (table.transposed or table.reversed) or axes[0] == "experts":
             return 0
         last = len(self.shape) - 1
         return last - 1 if self._merged_dim == last - 1 else last
@@ -64,11 +66,11 @@ class SourceSlice(NamedTuple):
                 region.append(bounds)
         if not interleaved:
             # Concatenated: this part starts after all previous parts.
-            offset = sum(part.leaf.file_shape[-1] for part in self.entry.parts[: self.position])
+            offset = sum(part.file_shape[-1] for part in self.entry.parts[: self.position])
             region[-1] = slice(region[-1].start + offset, region[-1].stop + offset)
-        transposed = self.entry.table.transposed
-        x = read(self.tensor, tuple(region[::-1] if transposed else region))
-        x = x.T if transposed else x
+        order = self.entry.table.file_order
+        x = read(self.tensor, order(tuple(region)))
+        x = x.transpose(order(tuple(range(x.ndim))))
         if interleaved:
             x = x.reshape(*x.shape[:-1], -1, parts, size)[..., self.position, :]
         elif merged_dim is not None:

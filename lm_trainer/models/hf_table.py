@@ -10,13 +10,16 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.models.hf_param import ParamInfo, ParamSlice
 
 MAX_PROBLEMS = 12
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class HfField:
 
 @dataclass(frozen=True)
 class HfTensor:
-    """A tensor of the file, or one tensor per layer (`{}` is the layer) and per expert (`{expert}`).
+    """A tensor of the file, or one tensor per layer (`{}` is the layer) and per expert (`{expert}`; without it, the
+    tensor contains all experts of a layer).
 
     Several of our parameters are concatenated along the last dimension, in order. A layer without these parameters has
     no such tensor.
@@ -46,9 +50,17 @@ class HfTensor:
     hf: str
     params: tuple[str, ...]
     transposed: bool = False
-    """The file has outputs before inputs."""
+    """The file has outputs before inputs, also in the matrix of each expert."""
     interleaved: bool = False
     """The parts alternate head by head instead of being concatenated."""
+    reversed: bool = False
+    """The file has all dimensions in the opposite order, as in the weights of a convolution."""
+
+    def file_order(self, dims: tuple[T, ...]) -> tuple[T, ...]:
+        """Puts values of our dimensions into the order of the file. The function is its own inverse."""
+        if self.reversed:
+            return dims[::-1]
+        return (*dims[:-2], dims[-1], dims[-2]) if self.transposed and len(dims) > 1 else dims
 
 
 def linear_tensors(hf: str, *params: str, interleaved: bool = False) -> tuple[HfTensor, HfTensor]:
@@ -100,53 +112,6 @@ class NoHfFormat:
     reason: str
 
 
-@dataclass(frozen=True)
-class ParamInfo:
-    """Shape and logical axes of one parameter, including its `layers` axis if it has one."""
-
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]
-
-    @property
-    def stacked(self) -> bool:
-        return self.axes[0] == "layers"
-
-    @property
-    def experts(self) -> int:
-        """Number of experts in each layer; 0 if the parameter has no such axis."""
-        return self.shape[self.stacked] if self.axes[self.stacked] == "experts" else 0
-
-    @property
-    def part_axes(self) -> tuple[str, ...]:
-        """Axes of the part of the parameter that belongs to one layer and one expert."""
-        return self.axes[self.stacked + (self.experts > 0) :]
-
-    @property
-    def part_shape(self) -> tuple[int, ...]:
-        return self.shape[len(self.shape) - len(self.part_axes) :]
-
-    @property
-    def file_shape(self) -> tuple[int, ...]:
-        """`part_shape` with (heads, head_size) merged into one dimension."""
-        merged: list[int] = []
-        axes = self.part_axes
-        for size, axis, previous in zip(self.part_shape, axes, ("", *axes), strict=False):
-            if axis == "head_size" and previous in ("heads", "kv_heads"):
-                merged[-1] *= size
-            else:
-                merged.append(size)
-        return tuple(merged)
-
-
-class ParamSlice(NamedTuple):
-    """A slice of one of our parameters."""
-
-    path: str
-    index: tuple[int, ...]
-    """Indices of the layer and the expert, if the parameter has these axes."""
-    leaf: ParamInfo
-
-
 class FileTensor(NamedTuple):
     """A tensor of the file, and the slices of our parameters that it contains."""
 
@@ -156,22 +121,22 @@ class FileTensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shapes = [part.leaf.file_shape for part in self.parts]
+        shapes = [part.file_shape for part in self.parts]
         shape = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
-        return shape[::-1] if self.table.transposed else shape
+        return self.table.file_order(shape)
 
     def split(self, tensor: np.ndarray) -> list[np.ndarray]:
         """Splits a tensor of the file into its parts, in our shapes."""
-        x = tensor.T if self.table.transposed else tensor
+        x = self._transpose(tensor)
         if self.table.interleaved:
             # In the file, the query, key and value of each head are next to each other.
-            size = self.parts[0].leaf.part_shape[-1]
+            size = self.parts[0].shape[-1]
             heads = x.reshape(*x.shape[:-1], -1, len(self.parts), size)
             pieces = [heads[..., i, :] for i in range(len(self.parts))]
         else:
-            ends = np.cumsum([part.leaf.file_shape[-1] for part in self.parts])[:-1]
+            ends = np.cumsum([part.file_shape[-1] for part in self.parts])[:-1]
             pieces = np.split(x, ends, axis=-1)
-        return [piece.reshape(part.leaf.part_shape) for piece, part in zip(pieces, self.parts, strict=True)]
+        return [piece.reshape(part.shape) for piece, part in zip(pieces, self.parts, strict=True)]
 
     def join(self, pieces: list[np.ndarray]) -> np.ndarray:
         """Joins parts to a C-contiguous tensor of the file; the inverse of `split`."""
@@ -179,9 +144,13 @@ class FileTensor(NamedTuple):
             stacked = np.stack(pieces, axis=-2)
             joined = stacked.reshape(*stacked.shape[:-3], -1)
         else:
-            flat = [piece.reshape(part.leaf.file_shape) for piece, part in zip(pieces, self.parts, strict=True)]
+            flat = [piece.reshape(part.file_shape) for piece, part in zip(pieces, self.parts, strict=True)]
             joined = np.concatenate(flat, axis=-1) if len(flat) > 1 else flat[0]
-        return np.ascontiguousarray(joined.T if self.table.transposed else joined)
+        return np.ascontiguousarray(self._transpose(joined))
+
+    def _transpose(self, x: np.ndarray) -> np.ndarray:
+        """Puts the dimensions of our tensor into the order of the file, or the other way round."""
+        return x.transpose(self.table.file_order(tuple(range(x.ndim))))
 
 
 @dataclass(frozen=True)
@@ -424,7 +393,7 @@ def match_names(
         name_without_prefix = name.removeprefix(family.prefix)
         if name_without_prefix in names:
             problems.append(f"{names[name_without_prefix]} and {name} are the same tensor")
-        if not ignored.fullmatch(name_without_prefix):
+        if name_without_prefix in expected or not ignored.fullmatch(name_without_prefix):
             names[name_without_prefix] = name
     # A separate head is an expected tensor. A copy of the embedding is not.
     repeated = {

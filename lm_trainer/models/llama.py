@@ -90,7 +90,7 @@ class LlamaConfig(RotaryConfig):
     def spec(self, vocab_size: int) -> DecoderSpec:
         norm = self.norm_spec()
         block = BlockSpec(
-            attention=replace(
+            mixer=replace(
                 self.attention_spec(),
                 bias=self.use_bias,
                 out_bias=self.use_bias,

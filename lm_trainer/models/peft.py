@@ -18,7 +18,8 @@ import numpy as np
 from lm_trainer.core.errors import UserError
 from lm_trainer.models.base import DecoderConfig
 from lm_trainer.models.hf import param_infos
-from lm_trainer.models.hf_table import FileTensor, HfFamily, HfTensor, ParamInfo, ParamSlice, file_name, file_tensors
+from lm_trainer.models.hf_param import ParamInfo, ParamSlice
+from lm_trainer.models.hf_table import FileTensor, HfFamily, HfTensor, file_name, file_tensors
 from lm_trainer.nn.lora_config import LoraConfig
 
 _WEIGHT = ".weight"
@@ -118,7 +119,7 @@ def _join_adapters(
     a_RI = np.concatenate([a.reshape(-1, rank).T for a, _ in present])
     pieces, parts, start = [], [], 0
     for part, pair in zip(entry.parts, pairs, strict=True):
-        shape, axes = part.leaf.part_shape[inputs:], part.leaf.part_axes[inputs:]
+        shape, axes = part.shape[inputs:], part.axes[inputs:]
         piece = np.zeros((len(a_RI), *shape), a_RI.dtype)
         if pair is not None:
             piece[start : start + rank] = pair[1]

@@ -60,7 +60,7 @@ class _QwenConfig(RotaryConfig):
         block = BlockSpec(attention, self.mlp_spec(), pre_norm=self.norm_spec())
         layers = range(self.num_layers)
         return self.decoder_spec(
-            vocab_size, tuple(replace(block, attention=replace(attention, window=self.window(i))) for i in layers)
+            vocab_size, tuple(replace(block, mixer=replace(attention, window=self.window(i))) for i in layers)
         )
 
 

@@ -1,6 +1,6 @@
 """Qwen3 with experts (Yang et al. 2025): a mixture of many small experts instead of most MLPs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -22,6 +22,7 @@ from lm_trainer.models.rotary import (
     heads_from_hf,
     hf_fields,
 )
+from lm_trainer.nn.expert_spec import RouterSpec
 from lm_trainer.nn.spec import BlockSpec, DecoderSpec, QkNormSpec
 
 
@@ -44,6 +45,18 @@ def _to_hf(config: "Qwen3MoeConfig") -> dict[str, Any]:
         "sliding_window": config.sliding_window,
         **common_fields_to_hf(config),
     }
+
+
+def check_layers_exist(layers: Sequence[int], num_layers: int) -> None:
+    """Raises `ValueError` if `mlp_only_layers` names a layer that the model does not have."""
+    if wrong := [layer for layer in layers if not 0 <= layer < num_layers]:
+        raise ValueError(f"mlp_only_layers: there is no layer {wrong[0]}; they are 0 to {num_layers - 1}")
+
+
+def dense_layers(num_layers: int, sparse_step: int, mlp_only_layers: Sequence[int]) -> list[bool]:
+    """Returns True for each layer with a plain MLP instead of experts."""
+    # transformers counts the layers from 1 for the step, but from 0 in `mlp_only_layers`.
+    return [layer in mlp_only_layers or (layer + 1) % sparse_step != 0 for layer in range(num_layers)]
 
 
 class Qwen3MoeConfig(ExpertsConfig):
@@ -111,19 +124,14 @@ class Qwen3MoeConfig(ExpertsConfig):
 
     @model_validator(mode="after")
     def _check_layers_exist(self) -> "Qwen3MoeConfig":
-        if wrong := [layer for layer in self.mlp_only_layers if not 0 <= layer < self.num_layers]:
-            raise ValueError(f"mlp_only_layers: there is no layer {wrong[0]}; they are 0 to {self.num_layers - 1}")
+        check_layers_exist(self.mlp_only_layers, self.num_layers)
         return self
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         norm = self.norm_spec()
         attention = replace(self.attention_spec(), qk_norm=QkNormSpec(norm), window=self.sliding_window)
         plain = BlockSpec(attention, self.mlp_spec(), pre_norm=norm)
-        sparse = replace(plain, mlp=self.moe_spec(self.moe_intermediate_dim, renormalize=self.norm_topk_prob))
-
-        def block(layer: int) -> BlockSpec:
-            # transformers counts the layers from 1 here, but from 0 in `mlp_only_layers`.
-            dense = layer in self.mlp_only_layers or (layer + 1) % self.decoder_sparse_step
-            return plain if dense else sparse
-
-        return self.decoder_spec(vocab_size, tuple(block(layer) for layer in range(self.num_layers)))
+        router = RouterSpec(renormalize=self.norm_topk_prob)
+        sparse = replace(plain, mlp=self.moe_spec(self.moe_intermediate_dim, router=router))
+        dense = dense_layers(self.num_layers, self.decoder_sparse_step, self.mlp_only_layers)
+        return self.decoder_spec(vocab_size, tuple(plain if is_dense else sparse for is_dense in dense))

@@ -30,9 +30,9 @@ class RopeConfig(Config):
         """Describes the sequences for which transformers computes a different result; None if there are none."""
         return None
 
-    def spec(self, seq_len: int, fraction: float = 1.0) -> RopeSpec:
+    def spec(self, seq_len: int, fraction: float = 1.0, *, interleaved: bool = False) -> RopeSpec:
         """Builds the `RopeSpec` of an attention layer that rotates `fraction` of each head's dimensions."""
-        return RopeSpec(self.theta, fraction, self.scaling(seq_len))
+        return RopeSpec(self.theta, fraction, self.scaling(seq_len), interleaved)
 
     @abstractmethod
     def to_hf(self) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class SmolLm3Config(RotaryConfig):
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         block = BlockSpec(self.attention_spec(), self.mlp_spec(), pre_norm=self.norm_spec())
-        without_rope = replace(block, attention=replace(block.attention, positions=None, window=self.sliding_window))
+        without_rope = replace(block, mixer=replace(block.attention, positions=None, window=self.sliding_window))
         indices = self.indices_without_rope
         layers = range(self.num_layers)
         return self.decoder_spec(vocab_size, tuple(without_rope if i in indices else block for i in layers))

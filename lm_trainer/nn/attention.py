@@ -15,9 +15,10 @@ from jax.typing import DTypeLike
 
 from lm_trainer.nn.attention_dispatch import dispatch_attention
 from lm_trainer.nn.attention_kernel import MASK_VALUE
-from lm_trainer.nn.cache import KvCache
+from lm_trainer.nn.cache import KvCache, LayerCache
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import Linear
+from lm_trainer.nn.mixer_spec import softmax_specs
 from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.positions import alibi_bias, apply_rope
 from lm_trainer.nn.ring_attention import RowMetadata, ring_attention
@@ -50,8 +51,8 @@ class ForwardContext(NamedTuple):
 
 
 def unique_windows(blocks: tuple[BlockSpec, ...]) -> list[Window]:
-    """Returns the distinct windows of all layers."""
-    return sorted({block.attention.window or 0 for block in blocks})
+    """Returns the distinct windows of all layers with attention."""
+    return sorted({spec.window or 0 for spec in softmax_specs(blocks)})
 
 
 def make_context(
@@ -67,11 +68,19 @@ def make_context(
     return ForwardContext(positions_BS, key_positions_BT, biases, segments_BS >= 0, segments_BS)
 
 
-def make_cache_context(blocks: tuple[BlockSpec, ...], positions_BT: jax.Array, capacity: int) -> ForwardContext:
-    """Builds the context for new positions that attend to a cache, which already includes them."""
+def make_cache_context(
+    blocks: tuple[BlockSpec, ...], positions_BT: jax.Array, capacity: int, counts_B: jax.Array | None = None
+) -> ForwardContext:
+    """Builds the context for new positions that attend to a cache, which already includes them.
+
+    `counts_B` is the number of new positions of each row that count; None: all.
+    """
     slots_1C = jnp.arange(capacity, dtype=jnp.int32)[None]
     biases = {window: cache_bias(positions_BT, capacity, window) for window in unique_windows(blocks)}
-    return ForwardContext(positions_BT, slots_1C, biases, jnp.ones(positions_BT.shape, bool))
+    valid_BT = jnp.ones(positions_BT.shape, bool)
+    if counts_B is not None:
+        valid_BT = jnp.arange(positions_BT.shape[1])[None] < counts_B[:, None]
+    return ForwardContext(positions_BT, slots_1C, biases, valid_BT)
 
 
 def causal_bias(segments_BS: jax.Array, window: Window = 0) -> jax.Array:
@@ -105,6 +114,57 @@ def _mask_to_bias(allowed_BST: jax.Array) -> jax.Array:
     return jnp.where(allowed_BST, 0.0, MASK_VALUE).astype(jnp.float32)[:, None]
 
 
+def attend(  # noqa: PLR0913 - the arguments of attention
+    spec: AttentionSpec,
+    q_BSNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    context: ForwardContext,
+    layer: jax.Array | int,
+    *,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """Computes attention of projected queries, keys and values, [B, S, N, H] in the dtype of the values.
+
+    Args:
+        spec: the attention spec.
+        q_BSNH: queries, not yet scaled.
+        k_BTKH: keys.
+        v_BTKH: values.
+        context: arrays shared by all layers, including the mask.
+        layer: index of the layer.
+        key: for dropout of the probabilities; None disables it.
+    """
+    # Cast before the product, because scores of 16-bit operands are rounded to 16 bits before the softmax.
+    if spec.scores.upcast:
+        q_BSNH, k_BTKH = q_BSNH.astype(jnp.float32), k_BTKH.astype(jnp.float32)
+    # Scales the queries because the scores have T / H times as many elements, and because kernels expect scaled
+    # queries.
+    q_BSNH = q_BSNH * _score_scale(spec, layer, q_BSNH.dtype)
+    if context.segments_BS is not None and context.key_segments_BT is not None:
+        row = RowMetadata(context.segments_BS, context.key_segments_BT, context.positions_BS, context.key_positions_BT)
+        return ring_attention(spec, q_BSNH, k_BTKH, v_BTKH, row, key)
+    bias_BNST = _layer_bias(spec, context)
+    return dispatch_attention(spec, q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS=context.segments_BS, key=key)
+
+
+def _layer_bias(spec: AttentionSpec, context: ForwardContext) -> jax.Array:
+    bias_B1ST = context.biases_B1ST[spec.window or 0]
+    if not isinstance(spec.positions, AlibiSpec):
+        return bias_B1ST
+    distances_BST = context.positions_BS[:, :, None] - context.key_positions_BT[:, None, :]
+    return bias_B1ST + alibi_bias(spec.positions, spec.num_heads, distances_BST)
+
+
+def _score_scale(spec: AttentionSpec, layer: jax.Array | int, dtype: DTypeLike) -> jax.Array:
+    scores = spec.scores
+    scale = jnp.float32(spec.head_dim**-0.5 if scores.scale is None else scores.scale)
+    if scores.inverse_layer:
+        # An array, because the layer index is traced if the layers run as a loop.
+        scale = scale / (jnp.asarray(layer, jnp.float32) + 1.0)
+    return scale.astype(dtype)
+
+
 class QkNorm(nnx.Module):
     """Normalization of queries or keys."""
 
@@ -131,6 +191,7 @@ class Attention(nnx.Module):
         self.k = Linear({"embed": dim}, kv_heads, bias=spec.bias and spec.key_bias, init=init)
         self.v = Linear({"embed": dim}, kv_heads, bias=spec.bias, init=init)
         self.out = Linear(heads, {"embed": dim}, bias=spec.out_bias, init=init, residual=True)
+        self.gate = Linear({"embed": dim}, heads, bias=spec.bias, init=init) if spec.gated else None
         self.q_norm = None if spec.qk_norm is None else QkNorm(spec.qk_norm, heads, init=init)
         self.k_norm = None if spec.qk_norm is None else QkNorm(spec.qk_norm, kv_heads, init=init)
 
@@ -142,8 +203,8 @@ class Attention(nnx.Module):
         *,
         key: jax.Array | None = None,
         adapter_key: jax.Array | None = None,
-        cache: KvCache | None = None,
-    ) -> tuple[jax.Array, KvCache | None]:
+        cache: LayerCache | None = None,
+    ) -> tuple[jax.Array, LayerCache | None]:
         """Attends within `x_BSD` or, with a cache, to all positions in the cache, which include `x_BSD`.
 
         `key` is for dropout of the probabilities, `adapter_key` for dropout in adapters.
@@ -151,49 +212,21 @@ class Attention(nnx.Module):
         q_BSNH, k_BTKH, v_BTKH = self._project_qkv(x_BSD, context.positions_BS, adapter_key)
         if cache is not None:
             cache, k_BTKH, v_BTKH = cache.write(layer, context.positions_BS, k_BTKH, v_BTKH)
-        # Cast before the product, because scores of 16-bit operands are rounded to 16 bits before the softmax.
-        if self.spec.scores.upcast:
-            q_BSNH, k_BTKH = q_BSNH.astype(jnp.float32), k_BTKH.astype(jnp.float32)
-        # Scales the queries because the scores have T / H times as many elements, and because kernels expect scaled
-        # queries.
-        q_BSNH = q_BSNH * self._score_scale(layer, q_BSNH.dtype)
-        if context.segments_BS is not None and context.key_segments_BT is not None:
-            row = RowMetadata(
-                context.segments_BS, context.key_segments_BT, context.positions_BS, context.key_positions_BT
-            )
-            o_BSNH = ring_attention(self.spec, q_BSNH, k_BTKH, v_BTKH, row, key)
-        else:
-            bias_BNST = self._layer_bias(context)
-            o_BSNH = dispatch_attention(
-                self.spec, q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS=context.segments_BS, key=key
-            )
+        o_BSNH = attend(self.spec, q_BSNH, k_BTKH, v_BTKH, context, layer, key=key)
+        if self.gate is not None:
+            o_BSNH = o_BSNH * jax.nn.sigmoid(self.gate(x_BSD, key=adapter_key))
         return self.out(o_BSNH, key=adapter_key), cache
 
     def _project_qkv(
         self, x_BSD: jax.Array, positions_BS: jax.Array, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         q_BSNH, k_BSKH, v_BSKH = (linear(x_BSD, key=key) for linear in (self.q, self.k, self.v))
-        if (limit := self.spec.clip) is not None:
-            q_BSNH, k_BSKH, v_BSKH = (jnp.clip(x, -limit, limit) for x in (q_BSNH, k_BSKH, v_BSKH))
         # Norms before rotations: a norm has a different gain for each of the two dimensions that a rotation mixes.
         if self.q_norm is not None and self.k_norm is not None:
             q_BSNH, k_BSKH = self.q_norm(q_BSNH), self.k_norm(k_BSKH)
+        if (limit := self.spec.clip) is not None:
+            q_BSNH, k_BSKH, v_BSKH = (jnp.clip(x, -limit, limit) for x in (q_BSNH, k_BSKH, v_BSKH))
         if isinstance(self.spec.positions, RopeSpec):
             q_BSNH = apply_rope(self.spec.positions, q_BSNH, positions_BS)
             k_BSKH = apply_rope(self.spec.positions, k_BSKH, positions_BS)
         return q_BSNH, k_BSKH, v_BSKH
-
-    def _layer_bias(self, context: ForwardContext) -> jax.Array:
-        bias_B1ST = context.biases_B1ST[self.spec.window or 0]
-        if not isinstance(self.spec.positions, AlibiSpec):
-            return bias_B1ST
-        distances_BST = context.positions_BS[:, :, None] - context.key_positions_BT[:, None, :]
-        return bias_B1ST + alibi_bias(self.spec.positions, self.spec.num_heads, distances_BST)
-
-    def _score_scale(self, layer: jax.Array | int, dtype: DTypeLike) -> jax.Array:
-        scores = self.spec.scores
-        scale = jnp.float32(self.spec.head_dim**-0.5 if scores.scale is None else scores.scale)
-        if scores.inverse_layer:
-            # An array, because the layer index is traced if the layers run as a loop.
-            scale = scale / (jnp.asarray(layer, jnp.float32) + 1.0)
-        return scale.astype(dtype)

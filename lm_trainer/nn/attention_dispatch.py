@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn import cudnn_attention, ring_layout
 from lm_trainer.nn.attention_kernel import AttentionInputs, AttentionMetadata, is_differentiating_twice
+from lm_trainer.nn.mixer_spec import softmax_specs
 from lm_trainer.nn.spec import AttentionSpec, BlockSpec
 from lm_trainer.nn.splash_attention import SPLASH
 from lm_trainer.nn.xla_attention import xla_attention
@@ -102,7 +103,7 @@ def uses_ring(blocks: Iterable[BlockSpec], dtype: DTypeLike, queries: int) -> bo
         UserError: as `choose_backend`.
     """
     metadata = _describe_call(dtype, queries, queries * axis_size("context"))
-    choices = {block.attention: choose_backend(block.attention, metadata) for block in blocks}
+    choices = {spec: choose_backend(spec, metadata) for spec in softmax_specs(blocks)}
     rings = [choice for choice in choices.values() if choice.backend == "ring"]
     for choice in rings:
         if choice.reason != "asked for":
@@ -129,7 +130,7 @@ def check_backends(blocks: Iterable[BlockSpec], metadata: AttentionMetadata) -> 
     Raises:
         UserError: as `choose_backend`.
     """
-    for attention in dict.fromkeys(block.attention for block in blocks):
+    for attention in dict.fromkeys(softmax_specs(blocks)):
         choose_backend(attention, metadata)
 
 

@@ -5,26 +5,31 @@ Shape letters: B rows, S positions, D hidden dimension.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from lm_trainer.nn.attention import Attention, ForwardContext
-from lm_trainer.nn.cache import KvCache
+from lm_trainer.nn.attention import ForwardContext
+from lm_trainer.nn.cache import LayerCache
 from lm_trainer.nn.cross_attention import CrossAttention
+from lm_trainer.nn.expert_spec import MoeSpec
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import dropout
+from lm_trainer.nn.mixers import build_mixer
 from lm_trainer.nn.mlp import Mlp
-from lm_trainer.nn.moe import Moe, RouterStats
+from lm_trainer.nn.moe import Moe
 from lm_trainer.nn.norm import make_norm
-from lm_trainer.nn.spec import BlockSpec, MoeSpec
+from lm_trainer.nn.router import RouterStats
+from lm_trainer.nn.spec import BlockSpec, MlpSpec
 
 
 class Block(nnx.Module):
-    """Computes `x += post(f(pre(x)))` for each sublayer f in turn: attention, cross-attention if there is an encoder,
+    """Computes `x += post(f(pre(x)))` for each sublayer f in turn: the mixer, cross-attention if there is an encoder,
     and the MLP. An absent norm is the identity.
 
-    With `parallel`, the MLP reads the same input as attention; with `shared_norm`, also through the same norm.
+    With `parallel`, the MLP reads the same input as the mixer; with `shared_norm`, also through the same norm.
     """
 
     def __init__(self, spec: BlockSpec, dim: int, *, init: Initializer):
@@ -33,12 +38,13 @@ class Block(nnx.Module):
         self.parallel, self.shared_norm = spec.parallel, spec.shared_norm
         axis = {"embed": dim}
         self.attention_pre_norm = make_norm(spec.pre_norm, axis, init=init)
-        self.attention = Attention(spec.attention, dim, init=init)
+        # The name of the mixer's parameters in checkpoints, whatever the kind of mixer.
+        self.attention = build_mixer(spec.mixer, dim, init=init)
         self.attention_post_norm = make_norm(spec.post_norm, axis, init=init)
-        self.mlp_pre_norm = make_norm(None if spec.shared_norm else spec.pre_norm, axis, init=init)
-        mlp = spec.mlp
-        self.mlp = Moe(mlp, dim, init=init) if isinstance(mlp, MoeSpec) else Mlp(mlp, dim, init=init)
-        self.mlp_post_norm = make_norm(spec.post_norm, axis, init=init)
+        has_mlp = spec.mlp is not None
+        self.mlp_pre_norm = make_norm(spec.pre_norm if has_mlp and not spec.shared_norm else None, axis, init=init)
+        self.mlp = _make_mlp(spec.mlp, dim, init=init)
+        self.mlp_post_norm = make_norm(spec.post_norm if has_mlp else None, axis, init=init)
         self.cross = None if spec.cross is None else CrossAttention(spec.cross, dim, init=init)
         pre_norm, post_norm = (None, None) if spec.cross is None else (spec.pre_norm, spec.post_norm)
         self.cross_pre_norm = make_norm(pre_norm, axis, init=init)
@@ -51,8 +57,8 @@ class Block(nnx.Module):
         layer: jax.Array | int,
         *,
         key: jax.Array | None = None,
-        cache: KvCache | None = None,
-    ) -> tuple[jax.Array, KvCache | None, RouterStats | None]:
+        cache: LayerCache | None = None,
+    ) -> tuple[jax.Array, LayerCache | None, RouterStats | None]:
         """Returns the residual stream after this layer, the cache, and the router statistics (None if there is no
         router).
 
@@ -74,6 +80,8 @@ class Block(nnx.Module):
                 c_BSD = self.cross(h_BSD, context.memory, layer, key=inner, adapter_key=adapters)
                 c_BSD = checkpoint_name(c_BSD, "attention")
                 y_BSD = y_BSD + self._scale_and_drop(self.cross_post_norm(c_BSD), after_cross)
+        if self.mlp is None:
+            return y_BSD, cache, None
         with jax.named_scope("mlp"):
             # With a shared norm, `mlp_pre_norm` is the identity.
             input_BSD = normed_BSD if self.shared_norm else x_BSD if self.parallel else y_BSD
@@ -88,3 +96,10 @@ class Block(nnx.Module):
     def _scale_and_drop(self, x_BSD: jax.Array, key: jax.Array | None) -> jax.Array:
         """Computes the term of the residual stream from the result of a sublayer."""
         return dropout(x_BSD if self.residual_scale is None else x_BSD * self.residual_scale, self.dropout, key)
+
+
+def _make_mlp(spec: MlpSpec | MoeSpec | None, dim: int, *, init: Initializer) -> Mlp | Moe | None:
+    if spec is None:
+        return None
+    mlp_class: Any = Moe if isinstance(spec, MoeSpec) else spec.module or Mlp
+    return mlp_class(spec, dim, init=init)

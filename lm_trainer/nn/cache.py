@@ -5,11 +5,15 @@ Shape letters: L layers, B rows, T new tokens, C capacity in positions, K key he
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+from lm_trainer.nn.mixer_spec import cache_sizes, state_arrays
+from lm_trainer.nn.spec import BlockSpec
 
 
 class KvCache(NamedTuple):
@@ -23,12 +27,12 @@ class KvCache(NamedTuple):
     k: jax.Array
     """[L, B, C, K, H]."""
     v: jax.Array
-    """[L, B, C, K, H]."""
+    """[L, B, C, K, H]; H may have another size."""
 
     @classmethod
-    def empty(cls, shape: tuple[int, int, int, int, int], dtype: DTypeLike) -> KvCache:
-        """Makes a cache of shape [L, B, C, K, H], filled with zeros."""
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    def empty(cls, shape: tuple[int, int, int, int, int], dtype: DTypeLike, value_size: int) -> KvCache:
+        """Makes a cache of shape [L, B, C, K, H], filled with zeros; `value_size` is the H of values."""
+        return cls(jnp.zeros(shape, dtype), jnp.zeros((*shape[:-1], value_size), dtype))
 
     @property
     def capacity(self) -> int:
@@ -66,11 +70,11 @@ class SplitKvCache(NamedTuple):
     """Keys and values of each layer, [B, K, C, H]."""
 
     @classmethod
-    def empty(cls, shape: tuple[int, int, int, int, int], dtype: DTypeLike) -> SplitKvCache:
-        """Makes a cache from the shape [L, B, C, K, H], filled with zeros."""
+    def empty(cls, shape: tuple[int, int, int, int, int], dtype: DTypeLike, value_size: int) -> SplitKvCache:
+        """Makes a cache from the shape [L, B, C, K, H], filled with zeros; `value_size` is the H of values."""
         count, rows, capacity, heads, size = shape
-        zeros = lambda: jnp.zeros((rows, heads, capacity, size), dtype)  # noqa: E731
-        return cls(tuple((zeros(), zeros()) for _ in range(count)))
+        zeros = lambda size: jnp.zeros((rows, heads, capacity, size), dtype)  # noqa: E731
+        return cls(tuple((zeros(size), zeros(value_size)) for _ in range(count)))
 
     @property
     def capacity(self) -> int:
@@ -95,3 +99,80 @@ class SplitKvCache(NamedTuple):
             for old, new in zip(first, (k_BTKH, v_BTKH), strict=True)
         )
         return SplitKvCache((*other_layers, (k, v))), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+
+
+class StateCache(NamedTuple):
+    """Cache of a model in which some or all layers keep states of a fixed size instead of keys and values."""
+
+    keys: KvCache | None
+    """Keys and values of the layers that keep them; None without such layers."""
+    states: tuple[jax.Array, ...]
+    """Arrays of the other layers, [L, B, ...] each."""
+    rows_L: jax.Array
+    """int32; index of each layer of the model among the layers of its kind."""
+
+    @property
+    def capacity(self) -> int:
+        """Maximum number of positions with keys; 0 without keys, for any number of positions."""
+        return 0 if self.keys is None else self.keys.capacity
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """Dtype of keys and values, and of the inputs of convolutions."""
+        return self.states[0].dtype
+
+    def write(
+        self, layer: jax.Array | int, positions_BT: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array
+    ) -> tuple[StateCache, jax.Array, jax.Array]:
+        """Same as `KvCache.write`."""
+        assert self.keys is not None
+        keys, k_BCKH, v_BCKH = self.keys.write(self.rows_L[layer], positions_BT, k_BTKH, v_BTKH)
+        return self._replace(keys=keys), k_BCKH, v_BCKH
+
+    def read_states(self, layer: jax.Array | int) -> tuple[jax.Array, ...]:
+        """Returns the arrays of one layer."""
+        return tuple(x[self.rows_L[layer]] for x in self.states)
+
+    def write_states(self, layer: jax.Array | int, states: tuple[jax.Array, ...]) -> StateCache:
+        """Stores the arrays of one layer."""
+        row = self.rows_L[layer]
+        pairs = zip(self.states, states, strict=True)
+        return self._replace(states=tuple(old.at[row].set(new.astype(old.dtype)) for old, new in pairs))
+
+
+LayerCache = KvCache | SplitKvCache | StateCache
+"""Values that the layers of a model keep of earlier positions."""
+
+
+NewCache = Callable[[tuple[int, int, int, int, int], DTypeLike, int], Any]
+"""`KvCache.empty` or `SplitKvCache.empty`."""
+
+
+def init_cache(
+    blocks: Sequence[BlockSpec], new_cache: NewCache, rows: int, capacity: int, dtype: DTypeLike
+) -> LayerCache:
+    """Makes an empty cache of a model for `rows` rows of `capacity` positions.
+
+    Layers of a kind share one array: they agree in the number and size of heads, even if other settings differ.
+
+    Args:
+        blocks: the layers.
+        new_cache: makes the cache of keys and values.
+        rows: number of rows.
+        capacity: number of positions.
+        dtype: dtype of keys, values and inputs of convolutions.
+    """
+    sizes = [cache_sizes(block.mixer) for block in blocks]
+    keys = None
+    if kinds := {size for size in sizes if size is not None}:
+        ((heads, key_size, value_size),) = kinds
+        count = sum(size is not None for size in sizes)
+        keys = new_cache((count, rows, capacity, heads, key_size), dtype, value_size)
+    states = {state_arrays(block.mixer) for block in blocks} - {()}
+    if keys is not None and not states:
+        return keys
+    (arrays,) = states
+    count = sum(size is None for size in sizes)
+    rows_L = [sum((other is None) == (size is None) for other in sizes[:layer]) for layer, size in enumerate(sizes)]
+    zeros = (jnp.zeros((count, rows, *x.shape), jnp.float32 if x.float32 else dtype) for x in arrays)
+    return StateCache(keys, tuple(zeros), jnp.asarray(rows_L, jnp.int32))

@@ -43,6 +43,7 @@ def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str 
         (name not in _MASKED, f"it computes in bfloat16 or float16, not {name}"),
         (spec.head_dim % 8 != 0 or spec.head_dim > _HEAD_DIM,
          f"head_dim={spec.head_dim} is not a multiple of 8 up to {_HEAD_DIM}"),
+        (spec.value_size != spec.head_dim, f"value vectors have {spec.value_size} dimensions, not head_dim"),
         (bool(odd), f"rows of {metadata.keys} positions: it trains on even numbers of them only"),
         (scores.softcap is not None, "it cannot bound scores (softcap)"),
         (scores.dropout > 0, "its dropout is another one"),

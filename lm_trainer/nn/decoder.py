@@ -16,14 +16,14 @@ from jax.typing import DTypeLike
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.attention import make_cache_context, make_context
 from lm_trainer.nn.attention_dispatch import uses_ring
-from lm_trainer.nn.cache import KvCache, SplitKvCache
+from lm_trainer.nn.cache import KvCache, SplitKvCache, init_cache
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import dropout
-from lm_trainer.nn.moe import RouterStats
 from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.pipeline import run_stages
 from lm_trainer.nn.read import read
 from lm_trainer.nn.ring_layout import from_zigzag, to_zigzag
+from lm_trainer.nn.router import RouterStats
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.nn.stack import build_blocks, run_blocks
 from lm_trainer.parallel.collectives import axis_size
@@ -89,7 +89,7 @@ class Decoder(nnx.Module):
         head = {"vocab": spec.vocab_size, "embed": spec.hidden_dim}
         self.head = None if spec.head.tied else init.normal(head)
         self.head_matmul: HeadMatmulFn = _head_matmul
-        self.new_cache: Callable[[tuple[int, int, int, int, int], DTypeLike], Any] = KvCache.empty
+        self.new_cache: Callable[[tuple[int, int, int, int, int], DTypeLike, int], Any] = KvCache.empty
 
     def set_head_matmul(self, matmul: HeadMatmulFn) -> None:
         """Makes the head compute its product with `matmul`."""
@@ -203,32 +203,40 @@ class Decoder(nnx.Module):
             logits_MV = cap * jnp.tanh(logits_MV * (1.0 / cap))
         return logits_MV.reshape(*h_BSD.shape[:-1], -1)
 
-    def init_cache(self, batch_size: int, capacity: int, *, dtype: DTypeLike = jnp.float32) -> KvCache:
+    def init_cache(self, batch_size: int, capacity: int, *, dtype: DTypeLike = jnp.float32) -> Any:
         """Makes an empty cache for `batch_size` rows of `capacity` positions; `decode` computes in its dtype."""
-        attention = self.spec.blocks[0].attention
-        # One array for all layers: they agree in the number and size of heads, even if other settings differ.
-        shape = (len(self.spec.blocks), batch_size, capacity, attention.kv_heads, attention.head_dim)
-        return self.new_cache(shape, dtype)
+        return init_cache(self.spec.blocks, self.new_cache, batch_size, capacity, dtype)
 
-    def decode(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KvCache) -> tuple[jax.Array, KvCache]:
+    def decode(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Any, counts_B: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
         """Continues from a cache. Returns the logits, float32 [B, T, V], which equal the logits of a full forward pass,
         and the new cache.
 
         Arguments as for `decode_hidden`.
         """
-        h_BTD, cache = self.decode_hidden(tokens_BT, positions_BT, cache)
+        h_BTD, cache = self.decode_hidden(tokens_BT, positions_BT, cache, counts_B)
         return self.logits(h_BTD), cache
 
-    def decode_hidden(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KvCache) -> tuple[jax.Array, KvCache]:
+    def decode_hidden(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Any, counts_B: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
         """Computes the hidden states at T more positions of each row, [B, T, D], and the cache that includes their keys
-        and values.
+        and values, or the state after them.
 
         A result at position p is valid if positions 0 to p of its row have been passed in order, in this call or
         earlier ones. Shorter rows are padded on the right with arbitrary tokens at the following positions; the results
         there are meaningless, and a later call overwrites their cache entries.
+
+        Args:
+            tokens_BT: int32 token ids.
+            positions_BT: int32; position of each token in its row.
+            cache: the cache of earlier positions.
+            counts_B: int32; number of tokens of each row without padding; None: all. Layers that keep a state need it
+                if a later call continues from a padded row.
         """
         x_BTD = self.embed(tokens_BT, positions_BT).astype(cache.dtype)
-        context = make_cache_context(self.spec.blocks, positions_BT, cache.capacity)
+        context = make_cache_context(self.spec.blocks, positions_BT, cache.capacity, counts_B)
         x_BTD, filled, _ = run_blocks(self.spec, self.blocks, x_BTD, context, cache=cache)
         assert filled is not None
         return self.final_norm(x_BTD), filled

@@ -20,10 +20,10 @@ from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import ACTIVATIONS, Linear, dropout
-from lm_trainer.nn.moe import RouterStats
 from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.positions import sinusoids
 from lm_trainer.nn.read import read
+from lm_trainer.nn.router import RouterStats
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.nn.stack import build_blocks, run_blocks
 

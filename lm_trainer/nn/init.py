@@ -38,6 +38,15 @@ class Initializer:
         std = self.residual_std if residual else self.std
         return nnx.Param((std * draw).reshape(shape), logical_axes=tuple(dims))
 
+    def uniform(self, dims: Mapping[str, int], bound: float) -> nnx.Param:
+        """Samples from the uniform distribution between `-bound` and `bound`."""
+        draw = jax.random.uniform(self.rngs.params(), tuple(dims.values()), jnp.float32, -bound, bound)
+        return nnx.Param(draw, logical_axes=tuple(dims))
+
+    def given(self, dims: Mapping[str, int], values: jax.Array) -> nnx.Param:
+        """Makes a parameter with these values, float32 in the shape of `dims`."""
+        return nnx.Param(values, logical_axes=tuple(dims))
+
     def constant(self, dims: Mapping[str, int], value: float) -> nnx.Param:
         """Makes a parameter whose elements all have the same value."""
         return nnx.Param(jnp.full(tuple(dims.values()), value, jnp.float32), logical_axes=tuple(dims))

@@ -12,6 +12,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from lm_trainer.core.broadcast import with_rank_of
 from lm_trainer.nn.init import Initializer
@@ -63,6 +64,10 @@ class Linear(nnx.Module):
     def remove_adapter(self) -> None:
         """Makes later calls compute the result of the linear map alone."""
         self.lora = None
+
+    def matrix(self, dtype: DTypeLike) -> jax.Array:
+        """Returns the weight, [*inputs, *outputs] in `dtype`."""
+        return read(self.weight, dtype)
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """Maps [..., *inputs] to [..., *outputs] in the dtype of `x`, to which weight and bias are cast.

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.decoder import Decoder
-from lm_trainer.nn.moe import RouterStats
+from lm_trainer.nn.router import RouterStats
 from lm_trainer.parallel.collectives import gather_on_first_device, group_sum, num_batch_parts
 
 Carry = TypeVar("Carry")

@@ -1,48 +1,42 @@
 """A mixture of experts instead of the MLP: a router selects a few experts for each token.
 
 Shape letters: B rows, S positions, M tokens (B x S), D hidden dimension, F width of an expert, E experts, K experts per
-token, A assignments (M x K), Y experts and their widths (E x F).
+token, A assignments (M x K), P slots of assignments sorted by expert, Y experts and their widths (E x F).
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from typing import NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lm_trainer.core.errors import UserError
+from lm_trainer.nn.attention_kernel import first_reason, is_differentiating_twice
+from lm_trainer.nn.expert_slots import assign_slots, slots_to_assignments, tokens_to_slots
+from lm_trainer.nn.expert_spec import MoeSpec, SharedExpertSpec
+from lm_trainer.nn.grouped_product import KERNELS, GroupedKernel
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import ACTIVATIONS
+from lm_trainer.nn.mlp import Mlp
 from lm_trainer.nn.read import read
-from lm_trainer.nn.spec import MoeSpec
-from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size, group_sum, reduce_scatter
+from lm_trainer.nn.router import (
+    LoadParam,
+    RouterStats,
+    RouterValues,
+    compute_scores,
+    compute_stats,
+    select_experts,
+)
+from lm_trainer.nn.spec import MlpSpec
+from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size, reduce_scatter
 from lm_trainer.parallel.local_rows import map_local_rows
 from lm_trainer.parallel.target_platform import target_platform
 
 logger = logging.getLogger(__name__)
-
-
-class RouterStats(NamedTuple):
-    """Router statistics, summed over layers and non-padding tokens; float32 scalars."""
-
-    balance: jax.Array
-    """Multiplied by the number of tokens: E * sum_e f_e P_e, with f_e the number of assignments to expert e per token
-    and P_e its mean probability (Fedus et al. 2021, equation 4). K if experts share the tokens equally, larger
-    otherwise."""
-    z: jax.Array
-    """log(sum(exp(router logits)))^2 (Zoph et al. 2022, equation 5)."""
-    overload: jax.Array
-    """Multiplied by the number of tokens: the number of assignments of the busiest expert over the mean number."""
-    penalty: jax.Array
-    """Multiplied by the number of tokens: the sum of `balance` and `z`, each times its coefficient in the spec."""
-
-
-def zero_router_stats() -> RouterStats:
-    """Returns the initial values of the sums, zeros."""
-    return RouterStats(*(jnp.zeros((), jnp.float32),) * len(RouterStats._fields))
 
 
 class Moe(nnx.Module):
@@ -54,10 +48,18 @@ class Moe(nnx.Module):
         self.spec = spec
         up = {"experts": spec.num_experts, "embed": dim, "mlp": spec.hidden_dim}
         down = {"experts": spec.num_experts, "mlp": spec.hidden_dim, "embed": dim}
+        # The order of these lines determines the random keys, so reordering them would change the initial weights.
         self.router = init.normal({"embed": dim, "experts": spec.num_experts})
         self.gate = init.normal(up)
         self.up = init.normal(up)
         self.down = init.normal(down, residual=True)
+        shared = spec.shared
+        self.shared = None if shared is None else SharedExpert(shared, spec, dim, init=init)
+        experts = {"experts": spec.num_experts}
+        self.router_bias = init.constant(experts, 0.0) if spec.router.logit_bias else None
+        rate = spec.router.selection_bias
+        self.selection_bias = None if rate is None else _make_load_param(spec, 0.0, rate)
+        self.load = _make_load_param(spec, 1.0, None) if spec.router.balance_over == "batch" else None
 
     def __call__(self, x_BSD: jax.Array, valid_BS: jax.Array) -> tuple[jax.Array, RouterStats]:
         """Returns the result in the dtype of `x_BSD`, and the statistics over the tokens for which the boolean
@@ -69,13 +71,24 @@ class Moe(nnx.Module):
         router_DE = all_gather(read(self.router), "expert", 1)
         # In float32, because rounding would change the selected experts (Fedus et al. 2021, section 2.4).
         logits_ME = x_MD.astype(jnp.float32) @ router_DE.astype(jnp.float32)
-        probs_ME = jax.nn.softmax(logits_ME, axis=-1)
+        if self.router_bias is not None:
+            logits_ME = logits_ME + all_gather(read(self.router_bias), "expert", 0).astype(jnp.float32)[None, :]
+        scores_ME = compute_scores(spec.router, logits_ME)
+        bias_E, load_E = (
+            None if param is None else all_gather(read(param), "expert", 0)
+            for param in (self.selection_bias, self.load)
+        )
         # Mapped over local rows, because XLA would compute the top-k of all devices' rows on each device.
-        weights_MK, experts_MK = map_local_rows(lambda probs_ME: jax.lax.top_k(probs_ME, spec.top_k), (probs_ME,), ())
-        if spec.renormalize:
-            weights_MK = weights_MK * (1.0 / jnp.sum(weights_MK, axis=-1, keepdims=True))
+        weights_MK, experts_MK = map_local_rows(
+            lambda scores_ME, *bias: select_experts(spec, scores_ME, *bias or (None,)),
+            (scores_ME,),
+            () if bias_E is None else (bias_E,),
+        )
         y_MD = self._mix_experts(x_MD, experts_MK, weights_MK)
-        stats = _router_stats(spec, logits_ME, probs_ME, experts_MK, valid_BS.reshape(-1))
+        if self.shared is not None:
+            y_MD = y_MD + self.shared(x_MD)
+        values = RouterValues(logits_ME, scores_ME, experts_MK, valid_BS, load_E)
+        stats = compute_stats(spec, values, tuple(x_E for x_E in (bias_E, load_E) if x_E is not None))
         return y_MD.reshape(x_BSD.shape), stats
 
     def _mix_experts(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
@@ -85,11 +98,13 @@ class Moe(nnx.Module):
         the sums of its local tokens. Tokens are never dropped, and only tokens are communicated.
         """
         x_MD, experts_MK, weights_MK = (all_gather(x, "expert", 0) for x in (x_MD, experts_MK, weights_MK))
-        if _uses_dense(self.spec):
+        kernel = _choose_kernel(self.spec)
+        if kernel == "dense":
             return reduce_scatter(self._compute_dense_experts(x_MD, experts_MK, weights_MK), "expert", 0)
         # Inside the map: sorting the rows of all devices together would send every token to every device.
         weights = [read(w, x_MD.dtype) for w in (self.gate, self.up, self.down)]
-        y_MKD = map_local_rows(self._grouped_experts, (x_MD, experts_MK), weights)
+        compute = self._ragged_experts if kernel == "ragged_dot" else functools.partial(self._grouped_experts, kernel)
+        y_MKD = map_local_rows(compute, (x_MD, experts_MK), weights)
         y_MD = jnp.sum(y_MKD * weights_MK[..., None].astype(y_MKD.dtype), axis=1)
         return reduce_scatter(y_MD, "expert", 0)
 
@@ -111,9 +126,30 @@ class Moe(nnx.Module):
         return jnp.matmul(h_MEF.reshape(x_MD.shape[0], -1), down_YD)
 
     def _grouped_experts(
+        self,
+        kernel: GroupedKernel,
+        x_MD: jax.Array,
+        experts_MK: jax.Array,
+        gate_EDF: jax.Array,
+        up_EDF: jax.Array,
+        down_EFD: jax.Array,
+    ) -> jax.Array:
+        """Computes the results of the experts of each token, [M, K, D]; zero for experts of other devices."""
+        experts_A, count = experts_MK.reshape(-1), gate_EDF.shape[0]
+        if axis_size("expert") > 1:
+            experts_A = experts_A - axis_index("expert") * count
+        slots = assign_slots(experts_A, count, align=kernel.align, multiple=kernel.multiple)
+        x_PD = tokens_to_slots(x_MD, slots)
+        gate_PF, up_PF = kernel.product(x_PD, gate_EDF, slots), kernel.product(x_PD, up_EDF, slots)
+        y_PD = kernel.product(ACTIVATIONS[self.spec.activation](gate_PF) * up_PF, down_EFD, slots)
+        return slots_to_assignments(y_PD, slots).reshape(-1, self.spec.top_k, x_MD.shape[-1])
+
+    def _ragged_experts(
         self, x_MD: jax.Array, experts_MK: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, down_EFD: jax.Array
     ) -> jax.Array:
-        """Computes the results of the experts of each token, [M, K, D]; zero for experts of other devices.
+        """Same as `_grouped_experts` with XLA's grouped product.
+
+        Computes the results of the experts of each token, [M, K, D]; zero for experts of other devices.
 
         Assignments are sorted by expert, multiplied in groups, and restored to their original order.
         """
@@ -140,6 +176,26 @@ class Moe(nnx.Module):
         return _permute(y_AD, inverse_A, order_A).reshape(-1, top_k, x_MD.shape[-1])
 
 
+class SharedExpert(nnx.Module):
+    """Computes the gated MLP that all tokens pass, and multiplies it by its gate if it has one."""
+
+    def __init__(self, shared: SharedExpertSpec, spec: MoeSpec, dim: int, *, init: Initializer):
+        self.mlp = Mlp(MlpSpec(shared.hidden_dim, spec.activation, bias=False, gated=True), dim, init=init)
+        self.gate = init.normal({"embed": dim, "scalar": 1}) if shared.gated else None
+
+    def __call__(self, x_MD: jax.Array) -> jax.Array:
+        """Returns [M, D] in the dtype of `x_MD`."""
+        y_MD = self.mlp(x_MD)
+        if self.gate is None:
+            return y_MD
+        return y_MD * jax.nn.sigmoid(x_MD @ read(self.gate, x_MD.dtype))
+
+
+def _make_load_param(spec: MoeSpec, value: float, rate: float | None) -> LoadParam:
+    values = jnp.full((spec.num_experts,), value, jnp.float32)
+    return LoadParam(values, logical_axes=("experts",), load_rate=rate)
+
+
 @functools.cache
 def _log_dense_experts(platform: str) -> None:
     logger.info(
@@ -147,17 +203,29 @@ def _log_dense_experts(platform: str) -> None:
     )
 
 
-def _uses_dense(spec: MoeSpec) -> bool:
-    """Returns `spec.dense` with its default resolved.
+def _choose_kernel(spec: MoeSpec) -> Literal["dense", "ragged_dot"] | GroupedKernel:
+    """Returns the kernel for the target platform, and for the derivatives that the caller computes.
 
-    XLA has a grouped product only for TPUs. On other platforms its grouped product computes every expert for every
-    assignment, which is `top_k` times the work of the dense form.
+    Raises:
+        UserError: if the spec asks for grouped products, and there is no kernel for them.
     """
     platform = target_platform()
-    if spec.dense is None and platform != "tpu":
+    kernel = spec.kernel_on(platform)
+    if kernel == "dense" and spec.kernel != "dense":
         _log_dense_experts(platform)
-        return True
-    return bool(spec.dense)
+    if kernel != "grouped":
+        return kernel
+    reason = first_reason(
+        [
+            (platform not in KERNELS, f"has no kernel for a {platform}"),
+            (is_differentiating_twice(), "has no second derivative, which optimizer.type: sophia-h needs"),
+        ]
+    )
+    if reason is None:
+        return KERNELS[platform]
+    if spec.kernel == "auto":
+        return "dense"
+    raise UserError(f"model.expert_kernel: grouped {reason}; write dense, or auto to let it be chosen")
 
 
 @jax.custom_vjp
@@ -176,23 +244,3 @@ def _permute_backward(inverse: jax.Array, cotangent: jax.Array) -> tuple[jax.Arr
 
 
 _permute.defvjp(_permute_forward, _permute_backward)
-
-
-def _router_stats(
-    spec: MoeSpec, logits_ME: jax.Array, probs_ME: jax.Array, experts_MK: jax.Array, valid_M: jax.Array
-) -> RouterStats:
-    # The statistics are computed over the full microbatch because they are not linear. Each device that shares the
-    # microbatch then reports a share of them, and the shares add up.
-    valid_M1 = valid_M.astype(jnp.float32)[:, None]
-    tokens = jnp.sum(valid_M1)
-    inverse_tokens = 1.0 / jnp.maximum(group_sum(tokens), 1.0)
-    # The counts have no gradient; the gradient of the balance flows through the probabilities (Fedus et al. 2021,
-    # section 2.2).
-    chosen_ME = jnp.sum(experts_MK[:, :, None] == jnp.arange(spec.num_experts)[None, None, :], axis=1)
-    load_E = inverse_tokens * group_sum(jnp.sum(chosen_ME * valid_M1, axis=0))
-    balance = (
-        spec.num_experts * jnp.sum(load_E * inverse_tokens * jnp.sum(probs_ME * valid_M1, axis=0)) * group_sum(tokens)
-    )
-    z = jnp.sum(jnp.square(jax.nn.logsumexp(logits_ME, axis=-1, keepdims=True)) * valid_M1)
-    overload = jnp.max(load_E) * (spec.num_experts / spec.top_k) * tokens
-    return RouterStats(balance, z, overload, spec.balance_coef * balance + spec.z_coef * z)

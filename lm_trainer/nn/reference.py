@@ -27,6 +27,11 @@ def attach_reference(model: nnx.Module, reference: nnx.Module) -> None:
     setattr(model, REFERENCE, nnx.data(reference))
 
 
+def has_reference(model: nnx.Module) -> bool:
+    """Returns True if a reference is attached to the model."""
+    return getattr(model, REFERENCE, None) is not None
+
+
 def reference_model(model: Decoder) -> Decoder:
     """Returns the reference of a model: the attached one, or the model without its adapters."""
     reference: Any = getattr(model, REFERENCE, None)
@@ -50,6 +55,11 @@ def is_reference_param(name: str) -> bool:
 def name_in_reference(name: str) -> str:
     """Returns the dotted name of a parameter in the attached reference."""
     return _PREFIX + name
+
+
+def name_outside_reference(name: str) -> str:
+    """Returns the dotted name that a parameter of the attached reference has in the reference itself."""
+    return name.removeprefix(_PREFIX)
 
 
 def policy_params(params: Mapping[str, T]) -> dict[str, T]:

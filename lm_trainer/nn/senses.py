@@ -100,10 +100,10 @@ class SenseDecoder(Decoder):
         return SenseCache(super().init_cache(batch_size, capacity, dtype=dtype), KvCache(keys, senses))
 
     def decode_hidden(
-        self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: SenseCache
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: SenseCache, counts_B: jax.Array | None = None
     ) -> tuple[jax.Array, SenseCache]:
         """Same as for `Decoder`."""
-        h_BTD, backbone = super().decode_hidden(tokens_BT, positions_BT, cache.backbone)
+        h_BTD, backbone = super().decode_hidden(tokens_BT, positions_BT, cache.backbone, counts_B)
         q_BTNH, k_BTNH = self._queries_and_keys(h_BTD)
         c_BTND = self.senses(self.embed.lookup(tokens_BT).astype(h_BTD.dtype))
         senses, k_BCNH, c_BCND = cache.senses.write(0, positions_BT, k_BTNH, c_BTND)

@@ -8,8 +8,16 @@ value that means "absent".
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from lm_trainer.nn.mixer_spec import Mixer
+
+from lm_trainer.nn.expert_spec import MoeSpec
 
 Activation = Literal["gelu", "gelu_new", "relu", "silu", "quick_gelu", "tanh", "relu2"]
 """`gelu` is the exact form, `gelu_new` its tanh approximation, `quick_gelu` its sigmoid approximation; `relu2` is the
@@ -37,6 +45,11 @@ the named results."""
 Backend = Literal["xla", "cudnn", "splash", "ring", "auto"]
 """Attention backend; `auto` selects the fastest one that supports the spec. If devices share the positions of a row,
 `ring` passes keys and values from device to device, and the other backends gather them."""
+
+
+PartFactory = Callable[..., "nnx.Module"]
+"""A class that replaces a part of a layer: `module(spec, dim, init=init)` builds the part for a stream of width `dim`
+(an `lm_trainer.nn.init.Initializer` makes its parameters)."""
 
 
 @dataclass(frozen=True)
@@ -168,15 +181,26 @@ class AttentionSpec:
     positions: RopeSpec | AlibiSpec | None = None
     qk_norm: QkNormSpec | None = None
     clip: float | None = None
-    """Bound of the absolute values of queries, keys and values."""
+    """Bound of the absolute values of queries, keys and values, after their normalization."""
     window: int | None = None
     """Number of positions visible to a query, including its own; None: its own and all earlier positions."""
     scores: ScoreSpec = ScoreSpec()
+    module: PartFactory | None = None
+    """Class that computes this sublayer; None: `lm_trainer.nn.attention.Attention`, whose calls it must accept."""
+    value_dim: int | None = None
+    """Size of value vectors; None: head_dim."""
+    gated: bool = False
+    """Multiply the result of each head by the sigmoid of another linear map of the input."""
 
     @property
     def kv_heads(self) -> int:
         """`num_kv_heads` with its default resolved."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def value_size(self) -> int:
+        """`value_dim` with its default resolved."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 @dataclass(frozen=True)
@@ -200,36 +224,18 @@ class MlpSpec:
     bias: bool = True
     gated: bool = False
     """Add a third matrix: the activation of its product multiplies the product of the first matrix (Shazeer 2020)."""
-
-
-@dataclass(frozen=True)
-class MoeSpec:
-    """Mixture of experts: gated MLPs without biases. For each token a router selects a few of them (Shazeer et al.
-    2017).
-    """
-
-    hidden_dim: int
-    """Hidden dimension of one expert."""
-    num_experts: int
-    top_k: int
-    """Number of experts per token."""
-    activation: Activation = "silu"
-    renormalize: bool = True
-    """Normalize the weights of a token's experts so that they sum to 1."""
-    balance_coef: float = 0.0
-    """Coefficient of the load-balancing loss, which is a mean over layers."""
-    z_coef: float = 0.0
-    """Coefficient of the penalty for large router logits, which is a mean over layers."""
-    dense: bool | None = None
-    """Compute every expert for every token, not only the selected experts; None: if that takes fewer operations."""
+    module: PartFactory | None = None
+    """Class that computes this sublayer; None: `lm_trainer.nn.mlp.Mlp`, whose calls it must accept."""
 
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One layer: `x += post(f(pre(x)))`, where f is first attention and then the MLP."""
+    """One layer: `x += post(f(pre(x)))`, where f is first the mixer and then the MLP."""
 
-    attention: AttentionSpec
-    mlp: MlpSpec | MoeSpec
+    mixer: Mixer
+    """The sublayer that combines positions, for example attention."""
+    mlp: MlpSpec | MoeSpec | None
+    """None: the mixer is the only sublayer."""
     pre_norm: NormSpec | None = None
     post_norm: NormSpec | None = None
     dropout: float = 0.0
@@ -237,12 +243,18 @@ class BlockSpec:
     residual_scale: float | None = None
     """Factor of the result of each f, before it is added to the residual stream."""
     parallel: bool = False
-    """Attention and the MLP read the same x."""
+    """The mixer and the MLP read the same x."""
     shared_norm: bool = False
-    """Attention and the MLP also read the same pre(x), so there is one norm instead of two. Only with `parallel`."""
+    """The mixer and the MLP also read the same pre(x), so there is one norm instead of two. Only with `parallel`."""
     cross: AttentionSpec | None = None
-    """Cross-attention to the output of an encoder: a third f, between attention and the MLP, with the same norms and
+    """Cross-attention to the output of an encoder: a third f, between the mixer and the MLP, with the same norms and
     dropout. It has no mask."""
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The mixer of a layer whose mixer is known to be attention."""
+        assert isinstance(self.mixer, AttentionSpec)
+        return self.mixer
 
     @property
     def has_experts(self) -> bool:
@@ -352,10 +364,10 @@ class DecoderSpec:
     def residual_std(self) -> float:
         """Standard deviation of initial weights that write to the residual stream.
 
-        Every layer adds to the stream twice. The sum of 2L terms, each divided by sqrt(2L), has the variance of a
-        single term (Radford et al. 2019, section 2.3).
+        Every layer with an MLP adds to the stream twice. The sum of 2L terms, each divided by sqrt(2L), has the
+        variance of a single term (Radford et al. 2019, section 2.3).
         """
-        return self.init_std / math.sqrt(2 * len(self.blocks))
+        return self.init_std / math.sqrt(sum(1 + (block.mlp is not None) for block in self.blocks))
 
     @property
     def num_routers(self) -> int:

@@ -19,10 +19,10 @@ from lm_trainer.nn import mxfp8
 from lm_trainer.nn.attention import ForwardContext
 from lm_trainer.nn.attention_kernel import RESIDUAL
 from lm_trainer.nn.block import Block
-from lm_trainer.nn.cache import KvCache
+from lm_trainer.nn.cache import LayerCache
 from lm_trainer.nn.init import Initializer, build_stacked
-from lm_trainer.nn.moe import RouterStats, zero_router_stats
 from lm_trainer.nn.read import is_gathering, saves_all_but_gathered
+from lm_trainer.nn.router import RouterStats, zero_router_stats
 from lm_trainer.nn.spec import DecoderSpec, OffloadPolicy, Remat
 
 # Results of kernels that contain matrix products; without these names, a policy would run the kernels twice.
@@ -35,7 +35,7 @@ _POLICIES = {
     ),
 }
 
-_Carry = tuple[jax.Array, KvCache | None, RouterStats | None]
+_Carry = tuple[jax.Array, LayerCache | None, RouterStats | None]
 _Run = Callable[[_Carry, Block, jax.Array | int], _Carry]
 
 
@@ -61,7 +61,7 @@ def run_blocks(  # noqa: PLR0913 - what a pass through the layers shares
     context: ForwardContext,
     *,
     key: jax.Array | None = None,
-    cache: KvCache | None = None,
+    cache: LayerCache | None = None,
     first: jax.Array | None = None,
 ) -> _Carry:
     """Runs all layers in order. With a cache there is no rematerialization, because no gradient is computed.

@@ -23,8 +23,8 @@ from lm_trainer.nn.attention import make_context
 from lm_trainer.nn.attention_dispatch import uses_ring
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, hidden_loss, hidden_nll
-from lm_trainer.nn.moe import RouterStats, zero_router_stats
 from lm_trainer.nn.ring_layout import from_zigzag, to_zigzag
+from lm_trainer.nn.router import RouterStats, zero_router_stats
 from lm_trainer.nn.spec import DecoderSpec, Remat
 from lm_trainer.nn.stack import run_layer
 

@@ -9,6 +9,7 @@ from pydantic import Field
 from lm_trainer.optim.adafactor import AdafactorConfig
 from lm_trainer.optim.adam import AdamConfig
 from lm_trainer.optim.adam_mini import AdamMiniConfig
+from lm_trainer.optim.adamh import AdamHConfig
 from lm_trainer.optim.adan import AdanConfig
 from lm_trainer.optim.adopt import AdoptConfig
 from lm_trainer.optim.base import OptimizerConfig
@@ -19,6 +20,8 @@ from lm_trainer.optim.kron import KronConfig
 from lm_trainer.optim.lion import LionConfig
 from lm_trainer.optim.mars import MarsConfig
 from lm_trainer.optim.muon import MuonConfig
+from lm_trainer.optim.muonh import MuonHConfig
+from lm_trainer.optim.normuon import NorMuonConfig
 from lm_trainer.optim.optimizer import Optimizer
 from lm_trainer.optim.params import Param, Params
 from lm_trainer.optim.rmsprop import RmsPropConfig
@@ -30,6 +33,7 @@ from lm_trainer.optim.sophia import SophiaGConfig, SophiaHConfig
 AnyOptimizer = Annotated[
     AdamConfig
     | AdafactorConfig
+    | AdamHConfig
     | AdamMiniConfig
     | AdanConfig
     | AdoptConfig
@@ -38,6 +42,8 @@ AnyOptimizer = Annotated[
     | LionConfig
     | MarsConfig
     | MuonConfig
+    | MuonHConfig
+    | NorMuonConfig
     | RmsPropConfig
     | ScheduleFreeConfig
     | ScionConfig
@@ -51,6 +57,7 @@ AnyOptimizer = Annotated[
 __all__ = [
     "AdafactorConfig",
     "AdamConfig",
+    "AdamHConfig",
     "AdamMiniConfig",
     "AdanConfig",
     "AdoptConfig",
@@ -60,6 +67,8 @@ __all__ = [
     "LionConfig",
     "MarsConfig",
     "MuonConfig",
+    "MuonHConfig",
+    "NorMuonConfig",
     "OptaxOptimizer",
     "Optimizer",
     "OptimizerConfig",

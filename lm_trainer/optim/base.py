@@ -82,7 +82,7 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
     @model_validator(mode="after")
     def _state_bears_8_bits(self) -> Self:
         if self.state_dtype == "float8" and self.squares_in_state is None:
-            able = ", ".join(sorted(_types_with_8_bit_state(OptimizerConfig)))
+            able = ", ".join(sorted({*_types_with_8_bit_state(OptimizerConfig)}))
             raise ValueError(
                 f"its state cannot be kept in 8 bits: write state_dtype: bfloat16, or take one of {able} for float8"
             )

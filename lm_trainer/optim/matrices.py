@@ -15,6 +15,10 @@ from optax.contrib import MuonDimensionNumbers
 from lm_trainer.core.jax_types import PyTree
 from lm_trainer.optim.params import Arrays, Param, Params
 
+ADAM_RMS = 0.2
+"""About the root mean square of AdamW's updates in training, so learning rates for AdamW suit updates of this size (Liu
+et al. 2025, arXiv 2502.16982)."""
+
 
 def is_matrix(param: Param) -> bool:
     """Returns true for a linear map of a hidden layer or a stack of such maps."""

@@ -47,10 +47,11 @@ class Param:
         """Kind of the parameter.
 
         `matrix`: a linear map of a hidden layer; `embedding`: a token or position table; `head`: an untied head of the
-        model; `vector`: biases, scales of norms and other parameters with one dimension.
+        model; `vector`: biases, scales of norms and other parameters with one dimension, and convolutions with separate
+        weights for each channel.
         """
         dims = self.axes[self.lead :]
-        if len(dims) < 2 or self.name.rsplit(".", 1)[-1] == "bias":
+        if len(dims) < 2 or "taps" in dims or self.name.rsplit(".", 1)[-1] == "bias":
             return "vector"
         if "position" in dims:
             return "embedding"

@@ -99,6 +99,11 @@ def group_sum(x: jax.Array) -> jax.Array:
     return tree_sum(lax.all_gather(lax.stop_gradient(x), axes)) if axes else x
 
 
+def axis_sum(x: jax.Array, axis: str) -> jax.Array:
+    """Sums a small array over the devices along `axis`, which all receive the sum. No gradient flows through it."""
+    return x if axis_size(axis) == 1 else tree_sum(lax.all_gather(lax.stop_gradient(x), axis))
+
+
 def all_reduce(x: jax.Array, axes: Sequence[str], dim: int | None) -> jax.Array:
     """Sums over `axes`. All devices along these axes receive the sum.
 

@@ -28,7 +28,19 @@ MESH_AXES = (*BATCH_AXES, *MODEL_PARALLEL_AXES, "model")
 """All mesh axes. Neighbouring devices in the list are neighbours along the last axes, which communicate most."""
 RULE_AXES = (*BATCH_AXES, "model")
 """Mesh axes over which rules may shard logical axes."""
-LOGICAL_AXES = ("batch", "position", "vocab", "embed", "heads", "kv_heads", "head_size", "mlp", "experts", "layers")
+LOGICAL_AXES = (
+    "batch",
+    "position",
+    "vocab",
+    "embed",
+    "heads",
+    "kv_heads",
+    "head_size",
+    "latent",
+    "mlp",
+    "experts",
+    "layers",
+)
 OTHER_AXES = ("token", "token_repeat", "key_position", "hyena_filter_order")
 """Levanter's names for axes of activations. Nothing is sharded along them here, so rules for them have no effect."""
 

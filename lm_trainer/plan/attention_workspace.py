@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lm_trainer.nn.mixer_spec import softmax_specs
 from lm_trainer.plan.gpu_target import compute_capability
 from lm_trainer.run.config.run_config import RunConfig
 
@@ -43,7 +44,7 @@ class AttentionWorkspace:
         trainer = config.trainer
         if backend != "cudnn" or not trainer.bitwise or compute_capability(kind) != _HOPPER:
             return cls()
-        heads = max(block.attention.num_heads for block in config.model.spec(vocab_size).blocks)
+        heads = max(spec.num_heads for spec in softmax_specs(config.model.spec(vocab_size).blocks))
         head_shards = trainer.step_plan.compute_shards("heads", axes)
         pairs = config.model.seq_len**2 // axes.get("context", 1)
         return cls(_BYTES_PER_PAIR * heads * pairs // head_shards, axes.get("pipeline", 1) > 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lm_trainer.nn.mixer_spec import softmax_specs
 from lm_trainer.plan.layout_work import LayoutWork
 from lm_trainer.plan.machine import Machine
 from lm_trainer.profile.devices import NODE, device_platform
@@ -74,7 +75,8 @@ def _tensor_parallel_seconds(work: LayoutWork, machine: Machine) -> float:
 def _context_parallel_seconds(work: LayoutWork, machine: Machine) -> float:
     """Returns the time of sending keys and values, and their gradients in float32."""
     size = work.sizes["context"]
-    width = sum(2 * block.attention.kv_heads * block.attention.head_dim for block in work.spec.blocks) / work.tensor
+    attentions = softmax_specs(work.spec.blocks)
+    width = sum(spec.kv_heads * (spec.head_dim + spec.value_size) for spec in attentions) / work.tensor
     passes = (2 if work.recomputes else 1) * work.itemsize + _FLOAT32
     sent = (size - 1) * work.tokens * width * passes
     return sent / machine.link_bandwidth(size, work.sizes["expert"] * work.tensor)

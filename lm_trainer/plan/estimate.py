@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.nn.mixer_spec import DeltaSpec, Mixer, StateSpaceSpec, softmax_spec
 from lm_trainer.nn.ring_layout import RingLayout
-from lm_trainer.nn.spec import MoeSpec
 from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
 from lm_trainer.parallel.rehearsal import on_one_shard
 from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.profile.devices import device_platform
+from lm_trainer.profile.expert_kernels import active_mlp_width, expert_copies
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.model import trace_model
@@ -180,25 +181,22 @@ def estimate_temporary(
             f"the memory of a {model.type} model is not estimated, because of its encoder: `lmt plan` without a search "
             f"compiles its step and says what that needs"
         )
-    attention, mlp = spec.blocks[0].attention, spec.blocks[0].mlp
+    sizes, mlp = _mixer_sizes(spec.blocks[0].mixer, model.seq_len), spec.blocks[0].mlp
     total_tokens = tokens
     # These axes divide rows or positions, whereas tensor parallelism divides heads and the width of the MLP.
     tokens //= math.prod(axes.get(axis, 1) for axis in MODEL_PARALLEL_AXES)
     tensor = axes.get("model", 1)
-    width, kv_width = attention.num_heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    width, kv_width = sizes.width, sizes.kv_width
     # Counts for each token of a block: eight arrays as wide as the model (residuals, norms, inputs and outputs of
     # attention and MLP), three as wide as the MLP (gate, up, their product), and query, key, value and output.
-    mlp_width = mlp.hidden_dim * (mlp.top_k if isinstance(mlp, MoeSpec) else 1)
-    inside = 8 * spec.hidden_dim + (3 * mlp_width + 4 * width) // tensor
+    mlp_width = 0 if mlp is None else active_mlp_width(mlp)
+    copies = 0 if mlp is None else expert_copies(mlp, spec.hidden_dim)
+    inside = 8 * spec.hidden_dim + copies + (3 * mlp_width + 4 * width) // tensor
     # Counts only the results of products with weights.
     products = 2 * spec.hidden_dim + (2 * mlp_width + width + 2 * kv_width) // tensor
     # Scores of the current layer before and after the softmax, in float32, and also in the dtype of products if it
     # differs. A ring holds the scores of only one block of keys.
-    ring = attention.scores.backend == "ring"
-    keys = (
-        RingLayout.for_rows(attention, model.seq_len, 1).size if ring else attention.scores.block_size or model.seq_len
-    )
-    pairs = 0 if fused else attention.num_heads // tensor * min(keys, model.seq_len)
+    pairs = 0 if fused and sizes.may_be_fused else sizes.heads // tensor * min(sizes.keys, model.seq_len)
     narrow = itemsize < _FLOAT32
     scores = pairs * (2 * _FLOAT32 + narrow * itemsize)
     # Logits and their gradient are float32, and exist for one block of tokens at a time.
@@ -221,6 +219,33 @@ def estimate_temporary(
     layers = parameter_count(spec) - parameter_count(replace(spec, blocks=()))
     copy = narrow * itemsize * layers // (tensor * stages * axes.get("expert", 1))
     return {MICROBATCH: stored + max(block + copy, logits)}
+
+
+class _MixerSizes(NamedTuple):
+    heads: int
+    width: int
+    """Width of queries, values and results; of a recurrence, of all that it computes for a head."""
+    kv_width: int
+    keys: int
+    """Number of positions for which a query has scores at a time."""
+    may_be_fused: bool
+    """True if a kernel may store no scores."""
+
+
+def _mixer_sizes(mixer: Mixer, length: int) -> _MixerSizes:
+    match mixer:
+        case StateSpaceSpec():
+            width, vectors = mixer.num_heads * mixer.head_dim, mixer.num_groups * mixer.state_dim
+            return _MixerSizes(mixer.num_heads, 2 * width, vectors, mixer.chunk_size, may_be_fused=False)
+        case DeltaSpec():
+            width, vectors = mixer.num_heads * mixer.value_dim, mixer.num_key_heads * mixer.key_dim
+            return _MixerSizes(2 * mixer.num_heads, 2 * width, vectors, mixer.chunk_size, may_be_fused=False)
+    attention = softmax_spec(mixer)
+    assert attention is not None
+    ring = attention.scores.backend == "ring"
+    keys = RingLayout.for_rows(attention, length, 1).size if ring else attention.scores.block_size or length
+    width, kv_width = attention.num_heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    return _MixerSizes(attention.num_heads, width, kv_width, keys, may_be_fused=True)
 
 
 def compile_temporary(config: RunConfig, vocab_size: int) -> Temporary:

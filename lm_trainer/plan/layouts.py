@@ -93,7 +93,7 @@ def _mesh_settings(config: RunConfig, vocab_size: int, count: int) -> Iterator[d
     for sizes in _axis_sizes(count, len(_AXES)):
         axes: dict[str, int] = dict(zip(_AXES, sizes, strict=True))
         # Tensor parallelism communicates the most, so it stays within a node, as in other frameworks.
-        if axes["model"] > NODE or spec.blocks[0].attention.num_heads % axes["model"]:
+        if axes["model"] > NODE or spec.blocks[0].mixer.num_heads % axes["model"]:
             continue
         try:
             check_length(length, axes)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.nn.mixer_spec import softmax_specs
 from lm_trainer.parallel.rehearsal import on_one_shard
 from lm_trainer.plan.attention_workspace import NO_WORKSPACE, AttentionWorkspace
 from lm_trainer.profile.attention_kernels import computed_share, kernel_block
@@ -135,8 +136,7 @@ class StepMemory:
         rows = 1 if axes["pipeline"] > 1 else self.rows
         head_shards = self.config.trainer.step_plan.compute_shards("heads", axes)
         flops = []
-        for layer in spec.blocks[: spec.period]:
-            attention = layer.attention
+        for attention in softmax_specs(spec.blocks[: spec.period]):
             block = kernel_block(attention, length, self._platform)
             share = 1.0 if spec.encoder is not None else computed_share(attention, length, block)
             width = attention.num_heads * attention.head_dim // head_shards

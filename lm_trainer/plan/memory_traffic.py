@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lm_trainer.nn.spec import BlockSpec, MoeSpec, RopeSpec
+from lm_trainer.nn.expert_spec import MoeSpec
+from lm_trainer.nn.mixer_spec import DeltaSpec, LatentSpec, StateSpaceSpec, softmax_specs
+from lm_trainer.nn.spec import AttentionSpec, BlockSpec, RopeSpec
 from lm_trainer.plan.gpu_target import compute_capability
 from lm_trainer.plan.layout_work import LayoutWork
 from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.flops import parameter_count, ring_score_fraction
+from lm_trainer.profile.mixer_flops import count_mixer
 
 _SCORE_PASSES = 10
 """Number of passes of float32 scores through memory without a fused kernel: four in the forward pass (scores, two for
@@ -69,7 +72,7 @@ def _pipeline_params(work: LayoutWork) -> float:
 
 
 def _score_bytes(work: LayoutWork, kind: str) -> float:
-    heads = sum(block.attention.num_heads for block in work.spec.blocks) / work.tensor
+    heads = sum(spec.num_heads for spec in softmax_specs(work.spec.blocks)) / work.tensor
     pairs = work.tokens * work.seq_len * heads
     if work.backend == "cudnn":
         return _WORKSPACE_BYTES * pairs if work.trainer.bitwise and compute_capability(kind) == _HOPPER else 0.0
@@ -98,20 +101,37 @@ def _backward_values(block: BlockSpec, work: LayoutWork) -> float:
 
 
 def _rotary_values(block: BlockSpec, work: LayoutWork) -> float:
-    """Queries and keys, read and written."""
-    attention = block.attention
-    if not isinstance(attention.positions, RopeSpec):
-        return 0.0
-    return 2 * (attention.num_heads + attention.kv_heads) * attention.head_dim / work.tensor
+    """Queries and keys, read and written; for recurrences, all that is neither a norm nor an MLP."""
+    match block.mixer:
+        case AttentionSpec(positions=RopeSpec()) as spec:
+            return 2 * (spec.num_heads + spec.kv_heads) * spec.head_dim / work.tensor
+        case LatentSpec() as spec:
+            # Queries and keys of all heads are joined of two parts.
+            return 2 * 2 * spec.num_heads * spec.head_dim / work.tensor
+        case StateSpaceSpec() | DeltaSpec() as spec:
+            return _recurrence_values(spec, work)
+    return 0.0
+
+
+def _recurrence_values(spec: StateSpaceSpec | DeltaSpec, work: LayoutWork) -> float:
+    """Values of convolutions, norm and gate, each read and written about twice, half of them in float32, and the
+    float32 decays and weights of the pairs of a chunk.
+    """
+    width = count_mixer(spec, 1, 1).inputs / 2
+    pairs = min(spec.chunk_size, work.seq_len) * spec.num_heads
+    return (6 * width + 4 * pairs * _FLOAT32 / work.itemsize) / work.tensor
 
 
 def _activation_values(block: BlockSpec, work: LayoutWork, *, of_gradient: bool) -> float:
     """Values that the activation of an MLP reads and writes: its inputs and its result, or also their gradients."""
     mlp = block.mlp
+    if mlp is None:
+        return 0.0
     inputs = 2 if isinstance(mlp, MoeSpec) or mlp.gated else 1
     # The backward pass reads the inputs and a gradient, and writes the gradients and, for a product, the activation.
     passes = 2 * inputs + 2 if of_gradient else inputs + 1
     if isinstance(mlp, MoeSpec):
         # Each selected expert also reads a copy of the token and writes a part of the sum.
-        return mlp.top_k * (passes * mlp.hidden_dim + 4 * work.spec.hidden_dim) / work.tensor
+        values = mlp.top_k * (passes * mlp.hidden_dim + 4 * work.spec.hidden_dim)
+        return (values + (0 if mlp.shared is None else passes * mlp.shared.hidden_dim)) / work.tensor
     return passes * mlp.hidden_dim / work.tensor

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.attention_dispatch import choose_backend
 from lm_trainer.nn.attention_kernel import AttentionMetadata
+from lm_trainer.nn.mixer_spec import softmax_specs
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.target_platform import compiling_for
 from lm_trainer.plan.attention_workspace import AttentionWorkspace
@@ -26,6 +27,7 @@ from lm_trainer.plan.refusal import explain_refusals
 from lm_trainer.profile.devices import device_bandwidths, device_platform
 from lm_trainer.profile.flops import flops_per_token, parameter_count, ring_score_fraction
 from lm_trainer.profile.network import Network
+from lm_trainer.run.build.model import teacher_flops
 from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
@@ -165,6 +167,7 @@ def plan_run(
         planned = memory.plan()
     plan, mesh, spec = memory.largest_step(), memory.setup.sharding.mesh, config.model.spec(vocab_size)
     flops = training_flops(flops_per_token(spec, config.model.seq_len), memory.setup.model, config.loss)
+    flops += teacher_flops(config, vocab_size)
     schedule, steps = trainer.batch_schedule, trainer.num_train_steps
     work = RunWork(
         flops_per_token=flops,
@@ -240,8 +243,8 @@ def _growing_memory_ratio(trainer: TrainerConfig, backend: str) -> float:
 
 
 def attention_backend(config: RunConfig, vocab_size: int, platform: str) -> str:
-    """Returns the first layer's attention backend on a platform. Layers differ only in windows, which all backends
-    support.
+    """Returns the attention backend on a platform of the first layer with attention; xla if there is none. Layers
+    differ only in windows, which all backends support.
 
     Raises:
         UserError: if the configured backend does not support the model.
@@ -250,7 +253,8 @@ def attention_backend(config: RunConfig, vocab_size: int, platform: str) -> str:
     site = AttentionMetadata(
         platform, config.trainer.mp.compute_dtype, length // config.trainer.context_axis_size, length
     )
-    return choose_backend(config.model.spec(vocab_size).blocks[0].attention, site).backend
+    specs = softmax_specs(config.model.spec(vocab_size).blocks)
+    return choose_backend(specs[0], site).backend if specs else "xla"
 
 
 def _plan_ring(config: RunConfig, vocab_size: int, rows: int, flops: int) -> RingPlan:
@@ -258,6 +262,6 @@ def _plan_ring(config: RunConfig, vocab_size: int, rows: int, flops: int) -> Rin
     spec = config.model.spec(vocab_size)
     share, count = ring_score_fraction(spec, length, devices), flops_per_token(spec, length)
     hidden = round((1 - share) * (count.attention_product + count.attention_softmax))
-    keys = rows * length // devices * max(b.attention.kv_heads * b.attention.head_dim for b in spec.blocks)
+    keys = rows * length // devices * max(s.kv_heads * s.head_dim for s in softmax_specs(spec.blocks))
     # Three times: the forward pass, and the gradients of queries and keys, or of probabilities and values.
     return RingPlan(devices, share, flops - 3 * hidden, 2 * keys * (2 * jnp.dtype(dtype).itemsize + 3 * 4))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from lm_trainer.nn.mixer_spec import softmax_spec, softmax_specs
 from lm_trainer.nn.spec import AttentionSpec
 from lm_trainer.plan.communication import Communication, communication
 from lm_trainer.plan.layout_work import LayoutWork
@@ -16,7 +17,9 @@ from lm_trainer.plan.machine import Machine
 from lm_trainer.plan.memory_traffic import microbatch_bytes, update_bytes, weight_bytes
 from lm_trainer.profile.attention_kernels import computed_share, kernel_block, visible_share
 from lm_trainer.profile.devices import device_platform
+from lm_trainer.profile.expert_kernels import unneeded_expert_flops
 from lm_trainer.profile.flops import flops_per_token, ring_score_fraction
+from lm_trainer.profile.mixer_flops import count_mixer
 
 _BACKWARD_PRODUCTS = 5 / 2
 """Products of queries and keys in the backward pass of an attention kernel, relative to its forward pass."""
@@ -77,6 +80,7 @@ def _product_seconds(work: LayoutWork, machine: Machine) -> tuple[float, float]:
     divided = (forward - count.head) / work.tensor + count.head / work.head_shards
     # The FLOPs of a step contain three times the scores, also if only adapters are trained.
     training = (work.training_flops - 3 * scores) * divided / forward
+    training += unneeded_expert_flops(work.spec, device_platform(machine.kind)) / work.tensor
     repeated = work.recomputation.products / work.tensor
     # Products of few tokens wait for their weights.
     needed = max(work.tokens * training / machine.product_rate, weight_bytes(work) / machine.memory_rate)
@@ -86,9 +90,9 @@ def _product_seconds(work: LayoutWork, machine: Machine) -> tuple[float, float]:
 def _attention_seconds(work: LayoutWork, machine: Machine) -> tuple[float, float]:
     """Returns the time of the attention of one microbatch: forward and backward, and the repeated forward pass."""
     total, repeated = 0.0, 0.0
-    for spec, layers in Counter(block.attention for block in work.spec.blocks).items():
-        width = layers * spec.num_heads * spec.head_dim / work.tensor
-        forward = work.tokens * 4 * work.seq_len * width * _computed_share(spec, work, machine)
+    for spec, layers in Counter(softmax_specs(work.spec.blocks)).items():
+        width = layers * spec.num_heads * (spec.head_dim + spec.value_size) / work.tensor
+        forward = work.tokens * 2 * work.seq_len * width * _computed_share(spec, work, machine)
         if work.has_kernel:
             first = forward / machine.attention_rate(spec.head_dim, backward=False)
             second = _BACKWARD_PRODUCTS * forward / machine.attention_rate(spec.head_dim, backward=True)
@@ -96,7 +100,14 @@ def _attention_seconds(work: LayoutWork, machine: Machine) -> tuple[float, float
             first, second = forward / machine.product_rate, 2 * forward / machine.product_rate
         total += first + second
         repeated += first * work.recomputation.attention
-    return total, repeated
+    # Mixers without a softmax have no kernel: their products are products of matrices.
+    products = sum(
+        count_mixer(block.mixer, work.spec.hidden_dim, work.seq_len).product
+        for block in work.spec.blocks
+        if softmax_spec(block.mixer) is None
+    )
+    forward = work.tokens * products / work.tensor / machine.product_rate
+    return total + 3 * forward, repeated + forward * work.recomputation.attention
 
 
 def _computed_share(spec: AttentionSpec, work: LayoutWork, machine: Machine) -> float:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from lm_trainer.nn.expert_spec import MoeSpec, SharedExpertSpec
+from lm_trainer.nn.mixer_spec import softmax_specs
+from lm_trainer.nn.own_part import count_part
 from lm_trainer.nn.spec import (
-    AttentionSpec,
     BlockSpec,
     DecoderSpec,
     MlpSpec,
-    MoeSpec,
-    NormSpec,
     OffloadPolicy,
     SenseSpec,
     XieluSpec,
 )
+from lm_trainer.profile.mixer_flops import count_mixer, norm_parameters
 
 
 class FlopsCount(NamedTuple):
@@ -27,11 +28,14 @@ class FlopsCount(NamedTuple):
     """
 
     qkv: int
-    """2 * hidden * (query + key + value heads) * head_dim, over all layers."""
+    """2 * hidden * (query + key + value heads) * head_dim, over all layers. Mixers other than attention: their products
+    of the input with weights. A layer whose attention is a class of the user counts 2 for each weight of a matrix here,
+    and nothing in `attention_out`."""
     attention_out: int
     """2 * heads * head_dim * hidden, over all layers."""
     attention_product: int
-    """Scores and weighted sum: 4 * seq_len * heads * head_dim, over all layers."""
+    """Scores and weighted sum: 4 * seq_len * heads * head_dim, over all layers. Mixers other than attention: their
+    products that combine positions."""
     attention_softmax: int
     """Mask and softmax: 3 * seq_len * heads, over all layers."""
     mlp: int
@@ -80,15 +84,13 @@ def flops_per_token(spec: DecoderSpec, seq_len: int) -> FlopsCount:
 
     MFU is `flops_per_token(...).training * tokens per second / peak FLOP/s of all devices`.
     """
-    attentions = [block.attention for block in spec.blocks]
-    weighing = [] if spec.senses is None else [spec.senses.attention]
-    width = sum(a.num_heads * a.head_dim for a in attentions)
-    kv_width = sum(a.kv_heads * a.head_dim for a in attentions)
+    mixers = [count_mixer(block.mixer, spec.hidden_dim, seq_len) for block in spec.blocks]
+    weighing = 0 if spec.senses is None else 3 * seq_len * spec.senses.attention.num_heads
     return FlopsCount(
-        qkv=2 * spec.hidden_dim * (width + 2 * kv_width),
-        attention_out=2 * spec.hidden_dim * width,
-        attention_product=4 * seq_len * width,
-        attention_softmax=3 * seq_len * sum(a.num_heads for a in attentions + weighing),
+        qkv=sum(mixer.inputs for mixer in mixers),
+        attention_out=sum(mixer.output for mixer in mixers),
+        attention_product=sum(mixer.product for mixer in mixers),
+        attention_softmax=sum(mixer.softmax for mixer in mixers) + weighing,
         mlp=sum(2 * _num_active_weights(block.mlp, spec.hidden_dim) for block in spec.blocks),
         head=2 * spec.hidden_dim * spec.vocab_size,
         senses=0 if spec.senses is None else _sense_flops(spec.senses, spec.hidden_dim, seq_len),
@@ -129,11 +131,12 @@ def ring_score_fraction(spec: DecoderSpec, seq_len: int, devices: int) -> float:
     """
     from lm_trainer.nn.ring_layout import RingLayout
 
-    computed, heads = 0, sum(block.attention.num_heads for block in spec.blocks)
-    for block in spec.blocks:
-        layout = RingLayout.for_rows(block.attention, seq_len // devices, devices)
+    attentions = softmax_specs(spec.blocks)
+    computed, heads = 0, sum(attention.num_heads for attention in attentions)
+    for attention in attentions:
+        layout = RingLayout.for_rows(attention, seq_len // devices, devices)
         blocks = sum(layout.num_computed_blocks(device) for device in range(devices))
-        computed += block.attention.num_heads * blocks * layout.size**2
+        computed += attention.num_heads * blocks * layout.size**2
     return computed / (heads * seq_len**2)
 
 
@@ -224,13 +227,19 @@ def _count_block_flops(block: BlockSpec, spec: DecoderSpec, seq_len: int) -> Flo
     return flops_per_token(replace(spec, blocks=(block,), senses=None), seq_len)._replace(head=0, encoder=0)
 
 
-def _grouped_product_flops(mlp: MlpSpec | MoeSpec, hidden: int) -> int:
+def _grouped_product_flops(mlp: MlpSpec | MoeSpec | None, hidden: int) -> int:
     """FLOPs of experts in grouped products, whose results JAX's remat policies for products do not store."""
-    return 2 * mlp.top_k * 3 * hidden * mlp.hidden_dim if isinstance(mlp, MoeSpec) and not mlp.dense else 0
+    if not isinstance(mlp, MoeSpec) or mlp.kernel == "dense":
+        return 0
+    return 2 * mlp.top_k * 3 * hidden * mlp.hidden_dim
 
 
-def _num_last_weights(mlp: MlpSpec | MoeSpec, hidden: int) -> int:
-    return hidden * mlp.hidden_dim * (mlp.top_k if isinstance(mlp, MoeSpec) else 1)
+def _num_last_weights(mlp: MlpSpec | MoeSpec | None, hidden: int) -> int:
+    if mlp is None:
+        return 0
+    if isinstance(mlp, MoeSpec):
+        return hidden * (mlp.hidden_dim * mlp.top_k + (0 if mlp.shared is None else mlp.shared.hidden_dim))
+    return hidden * mlp.hidden_dim
 
 
 def _sense_flops(spec: SenseSpec, hidden: int, seq_len: int) -> int:
@@ -242,12 +251,15 @@ def _sense_flops(spec: SenseSpec, hidden: int, seq_len: int) -> int:
 
 
 def parameter_count(spec: DecoderSpec) -> int:
-    """Returns the number of parameters; a head tied to the token embedding is not counted twice."""
+    """Returns the number of parameters; a head tied to the token embedding is not counted twice.
+
+    Values that a router sets from the load of its experts are not counted, because no gradient trains them.
+    """
     positions = spec.num_positions if spec.embedding.learned_positions else 0
     # Rows of size hidden_dim: token embedding, learned positions, and an untied head.
     rows = spec.vocab_size + positions + (0 if spec.head.tied else spec.vocab_size)
     blocks = sum(_block_parameters(block, spec.hidden_dim) for block in spec.blocks)
-    norms = sum(_norm_parameters(norm, spec.hidden_dim) for norm in (spec.embedding.norm, spec.final_norm))
+    norms = sum(norm_parameters(norm, spec.hidden_dim) for norm in (spec.embedding.norm, spec.final_norm))
     senses = 0 if spec.senses is None else _sense_parameters(spec.senses, spec.hidden_dim)
     return rows * spec.hidden_dim + blocks + norms + senses + _encoder_parameters(spec)
 
@@ -258,7 +270,7 @@ def _encoder_parameters(spec: DecoderSpec) -> int:
     dim, encoder = spec.hidden_dim, spec.encoder
     convolutions = 3 * (encoder.num_features + dim) * dim + 2 * dim
     blocks = sum(_block_parameters(block, dim) for block in encoder.blocks)
-    return convolutions + encoder.num_positions * dim + blocks + _norm_parameters(encoder.final_norm, dim)
+    return convolutions + encoder.num_positions * dim + blocks + norm_parameters(encoder.final_norm, dim)
 
 
 def _sense_parameters(spec: SenseSpec, hidden: int) -> int:
@@ -266,35 +278,27 @@ def _sense_parameters(spec: SenseSpec, hidden: int) -> int:
     out = (hidden + sense_width) * spec.out.hidden_dim + (spec.out.hidden_dim + sense_width if spec.out.bias else 0)
     weighing = 2 * (hidden * width + (width if spec.attention.bias else 0))
     mlps = _mlp_parameters(spec.mlp, hidden) + out + _activation_parameters(spec.out)
-    return mlps + weighing + 3 * _norm_parameters(spec.norm, hidden)
+    return mlps + weighing + 3 * norm_parameters(spec.norm, hidden)
 
 
 def _block_parameters(block: BlockSpec, hidden: int) -> int:
-    attentions = [block.attention] if block.cross is None else [block.attention, block.cross]
-    parts = sum(_attention_parameters(attention, hidden) for attention in attentions)
-    pre_norms = (1 + len(attentions) - block.shared_norm) * _norm_parameters(block.pre_norm, hidden)
-    post_norms = (1 + len(attentions)) * _norm_parameters(block.post_norm, hidden)
+    mixers = [block.mixer] if block.cross is None else [block.mixer, block.cross]
+    parts = sum(count_mixer(mixer, hidden, 1).parameters for mixer in mixers)
+    sublayers = len(mixers) + (block.mlp is not None)
+    pre_norms = (sublayers - block.shared_norm) * norm_parameters(block.pre_norm, hidden)
+    post_norms = sublayers * norm_parameters(block.post_norm, hidden)
     return parts + _mlp_parameters(block.mlp, hidden) + pre_norms + post_norms
 
 
-def _attention_parameters(spec: AttentionSpec, hidden: int) -> int:
-    width, kv_width = spec.num_heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    # Query and output are hidden x width; key and value are hidden x kv_width.
-    total = 2 * hidden * (width + kv_width)
-    if spec.bias:
-        total += width + (1 + spec.key_bias) * kv_width
-    if spec.out_bias:
-        total += hidden
-    if spec.qk_norm is not None:
-        sizes = (width, kv_width) if spec.qk_norm.over == "heads" else (spec.head_dim,) * 2
-        total += sum(_norm_parameters(spec.qk_norm.norm, size) for size in sizes)
-    return total
-
-
-def _mlp_parameters(spec: MlpSpec | MoeSpec, hidden: int) -> int:
+def _mlp_parameters(spec: MlpSpec | MoeSpec | None, hidden: int) -> int:
+    if spec is None:
+        return 0
     if isinstance(spec, MoeSpec):
         # A row of the router and the three matrices of each expert.
-        return spec.num_experts * (hidden + 3 * hidden * spec.hidden_dim)
+        experts = spec.num_experts * (hidden + 3 * hidden * spec.hidden_dim)
+        return experts + spec.num_experts * spec.router.logit_bias + _num_shared_weights(spec.shared, hidden)
+    if spec.module is not None:
+        return count_part(spec, hidden).total
     # Up, down, and the optional gate.
     weights = (2 + spec.gated) * hidden * spec.hidden_dim
     biases = (1 + spec.gated) * spec.hidden_dim + hidden if spec.bias else 0
@@ -305,12 +309,19 @@ def _activation_parameters(spec: MlpSpec) -> int:
     return 2 if isinstance(spec.activation, XieluSpec) else 0
 
 
-def _num_active_weights(spec: MlpSpec | MoeSpec, hidden: int) -> int:
-    """Returns the number of weights used per token; with experts, counts the router and the selected experts."""
+def _num_active_weights(spec: MlpSpec | MoeSpec | None, hidden: int) -> int:
+    """Returns the number of weights used per token; with experts, counts the router, the selected experts and the
+    shared expert.
+    """
     if isinstance(spec, MoeSpec):
-        return spec.num_experts * hidden + spec.top_k * 3 * hidden * spec.hidden_dim
+        routed = spec.num_experts * hidden + spec.top_k * 3 * hidden * spec.hidden_dim
+        return routed + _num_shared_weights(spec.shared, hidden)
+    if spec is None:
+        return 0
+    if spec.module is not None:
+        return count_part(spec, hidden).matrices
     return (2 + spec.gated) * hidden * spec.hidden_dim
 
 
-def _norm_parameters(norm: NormSpec | None, size: int) -> int:
-    return 0 if norm is None else size * (norm.scale + norm.bias)
+def _num_shared_weights(spec: SharedExpertSpec | None, hidden: int) -> int:
+    return 0 if spec is None else 3 * hidden * spec.hidden_dim + hidden * spec.gated

@@ -13,6 +13,7 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.html_page import render_page
+from lm_trainer.report.comparison import compare_runs_in_table
 from lm_trainer.report.difference import compute_loss_difference
 from lm_trainer.report.downsample import downsample
 from lm_trainer.report.run import ReportedRun, format_utc_now
@@ -44,6 +45,7 @@ def build_report_page(runs: Sequence[ReportedRun]) -> str:
         "written": format_utc_now(),
         "runs": [_run_content(run) for run in runs],
         "groups": _chart_groups(runs),
+        "comparison": _comparison(runs) if len(runs) > 1 else None,
         "pairs": [_compare_pair(runs[0], other) for other in runs[1:]],
         "tokens": _token_page(runs),
     }
@@ -56,6 +58,26 @@ def build_report_page(runs: Sequence[ReportedRun]) -> str:
         uplot_js=(uplot / "uPlot.iife.min.js").read_text("utf-8"),
         data=data,
     )
+
+
+def _comparison(runs: Sequence[ReportedRun]) -> dict[str, Any]:
+    """Returns the table of all runs, and the means of settings with several seeds."""
+    compared = compare_runs_in_table(runs)
+    seeds = compared.seed_groups()
+    keys = [key for key in compared.keys if key != "trainer.seed"]
+    return {
+        "keys": list(compared.keys),
+        "metrics": list(compared.metrics),
+        "rows": [[list(values), list(losses)] for _, values, losses in compared.rows],
+        "best": list(compared.best),
+        "seeds": {
+            "heads": [*keys, "seeds", *compared.metrics],
+            "rows": [
+                [*values, count, *("" if x is None else f"{x[0]:.5g} ± {x[1]:.2g}" for x in losses)]
+                for values, count, losses in seeds
+            ],
+        },
+    }
 
 
 def _run_content(run: ReportedRun) -> dict[str, Any]:

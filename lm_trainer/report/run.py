@@ -23,8 +23,8 @@ from lm_trainer.run.files.find_run import find_checkpoints_of_run, find_run
 from lm_trainer.run.files.listing import list_runs
 from lm_trainer.run.files.records import RUN, read_attempts, read_run_record
 from lm_trainer.run.weights.saved_model import read_config
-from lm_trainer.trackers import read_metrics
 from lm_trainer.trackers.jsonl import METRICS, SUMMARY, TEXTS
+from lm_trainer.trackers.metric_columns import MetricColumns, read_metric_columns
 from lm_trainer.trackers.token_page import TokenHistory
 
 _SECTIONS = ("model", "optimizer")
@@ -81,24 +81,24 @@ def read_run(source: str) -> ReportedRun:
     """
     path = find_run(source)
     (listing,) = list_runs([path])
-    lines = read_metrics(path) if (path / METRICS).is_file() else []
-    gaps = _describe_gaps(path, listing.id)
-    if not lines:
+    columns = read_metric_columns(path / METRICS)
+    gaps = _describe_gaps(path, listing.id, columns)
+    if not columns.last_step:
         raise UserError(gaps[0] if gaps else f"{source}: this run has not done a step yet")
-    content = read_run_record(path)
+    content, others = read_run_record(path), columns.other_lines
     config = read_config(path)
     return ReportedRun(
         listing.id,
         path,
         listing.state,
-        max(line["step"] for line in lines),
+        columns.last_step,
         listing.steps,
         _non_default_keys(config),
         content.get("identity", {}),
         [_summarize_attempt(attempt) for attempt in read_attempts(path)],
-        _metric_curves(lines),
-        [Alert(line["step"], line["alert"], line.get("message", "")) for line in lines if "alert" in line],
-        [(line["step"], line["fingerprint"]) for line in lines if "fingerprint" in line],
+        columns.curves,
+        [Alert(line["step"], line["alert"], line.get("message", "")) for line in others if "alert" in line],
+        [(line["step"], line["fingerprint"]) for line in others if "fingerprint" in line],
         [_summarize_verification(entry) for entry in _read_json_lines(path / VERIFIED)],
         _read_json(path / SUMMARY, {}),
         _read_samples(path / TEXTS),
@@ -120,25 +120,10 @@ def _non_default_keys(config: RunConfig) -> dict[str, Any]:
     plain = RunConfig().model_dump(mode="json")
     for name in _SECTIONS:
         section = getattr(config, name)
-        plain[name] = type(section)().model_dump(mode="json")
+        # Not validated, because some types have keys without a default.
+        plain[name] = type(section).model_construct().model_dump(mode="json", warnings=False)
         plain[name].pop("type", None)
     return {key: new for key, (_, new) in changed_keys(plain, dumped).items() if key != "trainer.tracker"}
-
-
-def _metric_curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    columns: dict[str, dict[int, float]] = {}
-    for line in lines:
-        step = line["step"]
-        for name, value in line.items():
-            if name not in ("step", "time") and isinstance(value, int | float):
-                columns.setdefault(name, {})[step] = value
-    metrics = {}
-    for name, column in columns.items():
-        steps_N = np.fromiter(column.keys(), np.int64, len(column))
-        values_N = np.fromiter(column.values(), np.float64, len(column))
-        order = np.argsort(steps_N, kind="stable")
-        metrics[name] = (steps_N[order], values_N[order])
-    return metrics
 
 
 def _summarize_attempt(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,9 +152,11 @@ def _summarize_verification(entry: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _describe_gaps(path: Path, run_id: str) -> list[str]:
+def _describe_gaps(path: Path, run_id: str, columns: MetricColumns) -> list[str]:
     checkpoints = find_checkpoints_of_run(path)
-    lost = find_lost_metrics(path, checkpoints) if isinstance(checkpoints, Path) else None
+    if not isinstance(checkpoints, Path):
+        return []
+    lost = find_lost_metrics(path, checkpoints, {METRICS: columns.series})
     return lost.describe_by_file(path, run_id) if lost else []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +11,8 @@ from lm_trainer.core.bucket import StoragePath
 from lm_trainer.run.files.branch import BranchPoint
 from lm_trainer.run.files.records import RUN, read_run_record
 from lm_trainer.run.training.checkpoints import SERIES
-from lm_trainer.trackers.json_lines import parse_records
-from lm_trainer.trackers.series import Series, describe_gap, line_name
+from lm_trainer.trackers.metric_columns import read_metric_columns
+from lm_trainer.trackers.series import Series, describe_gap
 
 Missing = dict[str, dict[str, list[int]]]
 """Steps of the missing lines, by file name and by name of the line."""
@@ -30,8 +31,15 @@ class LostMetrics:
         return [describe_gap(path / file, run_id, self.step, names) for file, names in self.lines.items()]
 
 
-def find_lost_metrics(path: Path, checkpoints: StoragePath) -> LostMetrics | None:
+def find_lost_metrics(
+    path: Path, checkpoints: StoragePath, read: Mapping[str, Series] | None = None
+) -> LostMetrics | None:
     """Compares the files in a run directory with the lines that the newest checkpoint records.
+
+    Args:
+        path: the run directory.
+        checkpoints: the checkpoint directory of the run.
+        read: lines of files that the caller has already read, by file name.
 
     Returns:
         The missing lines; None if there is no checkpoint, or if the newest one is not readable or records no lines.
@@ -47,10 +55,7 @@ def find_lost_metrics(path: Path, checkpoints: StoragePath) -> LostMetrics | Non
         return None
     missing = {}
     for name, expected in series.items():
-        file, present = path / name, Series()
-        for line, _ in parse_records(file.read_bytes())[0] if file.is_file() else []:
-            if line["step"] <= saved[-1]:
-                present.add(line_name(line), line["step"])
+        present = (read or {}).get(name) or read_metric_columns(path / name).series
         if missing_lines := Series(expected).missing_in(present):
             missing[name] = missing_lines
     return LostMetrics(saved[-1], missing)

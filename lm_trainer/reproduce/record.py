@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,9 +20,8 @@ from lm_trainer.run.config.run_config import RunConfig, numeric_differences, num
 from lm_trainer.run.files.branch import BranchPoint
 from lm_trainer.run.files.find_run import find_checkpoints_of_run, find_run, run_start_directory
 from lm_trainer.run.files.records import RUN, read_attempts, read_run_record, recorded_identity
-from lm_trainer.trackers import read_metrics
+from lm_trainer.trackers.json_lines import METRICS, decode_non_finite, read_record_blocks
 
-_IGNORED = ("time", "step", "alert", "message")
 _COMPUTED = ("train/", "optim/", "data/loss_tokens", "fingerprint")
 """Prefixes of metrics that do not depend on when and where a step is computed."""
 
@@ -42,7 +42,8 @@ class RunRecord:
     attempts: Sequence[Mapping[str, Any]]
     """Environment of each attempt. The attempt starts after the number of steps in `step`."""
     steps: Mapping[int, Mapping[str, Any]]
-    """Metrics by number of completed steps, in ascending order. All lines of a step are merged."""
+    """Metrics by number of completed steps, in ascending order, but for those that depend on when and where a step is
+    computed. All lines of a step are merged."""
     branch: BranchPoint | None = None
     """Start of the run if it is a branch."""
 
@@ -55,11 +56,7 @@ class RunRecord:
         """
         path = find_run(run)
         content, attempts = read_run_record(path), read_attempts(path)
-        steps: dict[int, dict[str, Any]] = {}
-        if (path / "metrics.jsonl").is_file():
-            # A step may have several lines: metrics, evaluations, and the fingerprint of its checkpoint.
-            for line in read_metrics(path):
-                steps.setdefault(line["step"], {}).update(line)
+        steps = _read_computed_metrics(path / METRICS)
         checkpoints = find_checkpoints_of_run(path)
         if not attempts or not (steps or list_steps(checkpoints)):
             raise UserError(f"{path}: this run has not done a step yet")
@@ -70,7 +67,7 @@ class RunRecord:
             recorded_identity(content, path),
             content.get("changes", []),
             attempts,
-            {step: {k: v for k, v in steps[step].items() if k not in _IGNORED} for step in sorted(steps)},
+            steps,
             BranchPoint.from_record(content, path / RUN),
         )
 
@@ -122,16 +119,9 @@ class RunRecord:
         return not self.start or "chain" in self.attempts[0]
 
     @cached_property
-    def computed(self) -> dict[int, dict[str, Any]]:
-        """The metrics in `steps` that do not depend on when and where they are computed.
-
-        Steps without any are left out.
-        """
-        computed = {
-            step: {name: value for name, value in metrics.items() if name.startswith(_COMPUTED)}
-            for step, metrics in self.steps.items()
-        }
-        return {step: metrics for step, metrics in computed.items() if metrics}
+    def computed(self) -> dict[int, Mapping[str, Any]]:
+        """The steps with metrics."""
+        return {step: metrics for step, metrics in self.steps.items() if metrics}
 
     @property
     def last(self) -> int:
@@ -226,6 +216,19 @@ class RunRecord:
     def _load_config_file(self, file: Path, overrides: Sequence[str] = ()) -> RunConfig:
         loaded = load(file, ["trainer.tracker=[]", *overrides], RunConfig)
         return config_with_recorded_keys(loaded.config, loaded.data)
+
+
+def _read_computed_metrics(file: Path) -> dict[int, dict[str, Any]]:
+    """Reads the metrics that do not depend on when and where a step is computed, by step in ascending order."""
+    steps: dict[int, dict[str, Any]] = {}
+    is_computed: dict[str, bool] = {}
+    # A step may have several lines: metrics, evaluations, and the fingerprint of its checkpoint.
+    for record in itertools.chain.from_iterable(read_record_blocks(file)):
+        metrics = steps.setdefault(record["step"], {})
+        for name, value in record.items():
+            if is_computed.setdefault(name, name.startswith(_COMPUTED)):
+                metrics[name] = decode_non_finite(value)
+    return dict(sorted(steps.items()))
 
 
 def is_bitwise_equal(a: Any, b: Any) -> bool:

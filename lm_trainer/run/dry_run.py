@@ -14,6 +14,7 @@ from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.files.directory import choose_run_id
 from lm_trainer.run.weights.adapters import describe_num_params, training_flops
 from lm_trainer.run.weights.pretrained import find_hf_start
+from lm_trainer.run.weights.teacher import resolve_teacher
 from lm_trainer.run.weights.vocabulary import find_vocabulary
 
 _EMBEDDED = "note: data names no text (train_urls, id or source), so the sources of Python's library are the text"
@@ -30,6 +31,7 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
             here.
     """
     run = choose_run_id(config, name)
+    config = resolve_teacher(config)
     start = find_hf_start(config, run)
     config = config if start is None else start.config
     if missing := [f"data.{key}: {reason}" for key, reason in find_missing_data(config.data, network=True)]:

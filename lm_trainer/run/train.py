@@ -22,7 +22,7 @@ from lm_trainer.models import DecoderConfig
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.profile.flops import flops_per_token, recomputed_flops_per_token
 from lm_trainer.run.build.gather_memory import plan_for_memory
-from lm_trainer.run.build.model import recomputes_layers, trace_model
+from lm_trainer.run.build.model import recomputes_layers, teacher_flops, trace_model
 from lm_trainer.run.build.setup import TrainingSetup, setup_from_config
 from lm_trainer.run.build.startup_notes import recomputation_note, schedule_notes
 from lm_trainer.run.config.gather import with_resolved_gather
@@ -32,7 +32,7 @@ from lm_trainer.run.sample import draw_sample
 from lm_trainer.run.start.attempt import Attempt, open_attempt
 from lm_trainer.run.summary import Summary
 from lm_trainer.run.training.batches import batches_from
-from lm_trainer.run.training.data_notes import BuildWatch, describe_build, empty_rows_note
+from lm_trainer.run.training.data_notes import BuildWatch, describe_build, row_notes
 from lm_trainer.run.training.evaluations import name_eval_sets
 from lm_trainer.run.training.hf_exports import HfExports, check_exports
 from lm_trainer.run.training.loop import train_to_end
@@ -44,6 +44,7 @@ from lm_trainer.run.weights.initial_weights import choose_vocab_size
 from lm_trainer.run.weights.pretrained import HfStart, find_hf_start, published_model_settings
 from lm_trainer.run.weights.reference import find_reference, with_reference_weights
 from lm_trainer.run.weights.saved_model import SETTINGS, TOKENIZER, tokenizer_digests
+from lm_trainer.run.weights.teacher import find_teacher, resolve_teacher
 from lm_trainer.step.state.model_def import ModelDef
 from lm_trainer.step.state.train_state import TrainState
 from lm_trainer.trackers import Progress
@@ -80,10 +81,12 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
         if not data.complete:
             options.build_watch = BuildWatch(config, data, progress)
         if config.hf_save_path is not None:
-            exports = HfExports(config, attempt.directory.name, progress, data.tokenizer, run.hub_name, run.settings)
+            exports = HfExports(
+                config, attempt.directory.name, progress, data.published_tokenizer, run.hub_name, run.settings
+            )
             options.exports = (stack.enter_context(exports),)
         if config.eval_harness is not None:
-            options.tasks = TaskEvaluation(config, data.tokenizer, attempt.directory.path, run.settings)
+            options.tasks = TaskEvaluation(config, data.published_tokenizer, attempt.directory.path, run.settings)
         if config.trainer.token_probabilities:
             options.open_tokens = lambda tracker, held_out: TokenProbabilities(
                 config, setup, held_out, attempt.directory.path, tracker
@@ -173,6 +176,7 @@ def prepare_run(
     All checks that need no data are made before text is tokenised, because tokenisation may take hours.
     """
     name = choose_run_id(config, name)
+    config = resolve_teacher(config)
     pretrained = find_hf_start(config, name)
     # The Hugging Face checkpoint may determine the model section, so it is read before planning.
     if pretrained is not None:
@@ -213,14 +217,14 @@ def _build_prepared_run(
     if pretrained is not None:
         model = pretrained.with_initial_weights(model)
     _report_setup(config, vocab_size, model, data, attempt.progress)
-    settings = published_model_settings(config, pretrained, data.tokenizer, attempt.directory.checkpoints)
+    settings = published_model_settings(config, pretrained, data.published_tokenizer, attempt.directory.checkpoints)
     # The tokenizer is saved with the checkpoints, so that a model can be used without its training data.
     if is_lead():
         with staging_directory(attempt.directory.checkpoints) as directory:
-            data.tokenizer.save(directory / TOKENIZER)
+            data.published_tokenizer.save(directory / TOKENIZER)
             if settings is not None:
                 settings.write(directory / SETTINGS)
-    facts: dict[str, Any] = {"vocab_size": vocab_size, TOKENIZER: tokenizer_digests(data.tokenizer)}
+    facts: dict[str, Any] = {"vocab_size": vocab_size, TOKENIZER: tokenizer_digests(data.published_tokenizer)}
     if base := find_base_checkpoint(config, attempt.store):
         # Here `initialize_from` names the frozen base model of the adapter, and not the initial weights of the state.
         model, loads = base.with_initial_weights(model), loads.model_copy(update={"initialize_from": None})
@@ -228,6 +232,9 @@ def _build_prepared_run(
     if reference := find_reference(config, attempt.store, data.tokenizer):
         facts |= reference.facts
     model = with_reference_weights(model, config, reference)
+    if teacher := find_teacher(config, attempt.store, data.tokenizer, vocab_size):
+        model = teacher.with_weights(model)
+        facts |= teacher.facts
     setup = plan_for_memory(
         lambda trainer: setup_from_config(config, trainer, model),
         config.trainer,
@@ -237,7 +244,7 @@ def _build_prepared_run(
     state = attempt.load_state(setup, setup.init, data.fingerprints, config=loads)
     spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
     recomputed = recomputed_flops_per_token(spec, seq_len, every_layer=recomputes_layers(config.trainer, spec))
-    flops = training_flops(flops_per_token(spec, seq_len), model, config.loss)
+    flops = training_flops(flops_per_token(spec, seq_len), model, config.loss) + teacher_flops(config, vocab_size)
     return PreparedRun(config, attempt, data, setup, state, facts, flops, recomputed, hub_name, settings)
 
 
@@ -255,7 +262,7 @@ def _report_setup(config: RunConfig, vocab_size: int, model: ModelDef, data: Dat
     )
     if so_far:
         progress.note(describe_build(data))
-    if note := empty_rows_note(config, data):
+    for note in row_notes(config, data):
         progress.note(note)
     for note in schedule_notes(config):
         progress.note(note)

@@ -10,8 +10,9 @@ from jax.sharding import Mesh
 from lm_trainer.optim import Param
 from lm_trainer.step.base import UpdateRule
 from lm_trainer.step.state.state_sharding import TrainedShardings
-from lm_trainer.step.updates.owned_update import OwnedUpdate, make_owned_update
-from lm_trainer.step.updates.update import ReplicatedUpdate, ShardedUpdate, make_update
+from lm_trainer.step.updates.load import LoadRates, LoadUpdate
+from lm_trainer.step.updates.owned_update import make_owned_update
+from lm_trainer.step.updates.update import ReplicatedUpdate, ShardedUpdate, UpdateFn, make_update
 
 
 def choose_update(
@@ -20,7 +21,8 @@ def choose_update(
     shapes: Mapping[str, jax.ShapeDtypeStruct],
     shardings: TrainedShardings,
     mesh: Mesh,
-) -> ShardedUpdate | OwnedUpdate | ReplicatedUpdate:
+    loads: LoadRates,
+) -> UpdateFn:
     """Builds the update for a rule.
 
     If the rule is elementwise, each device updates its own shard. Otherwise each layer of each weight is assigned to
@@ -29,11 +31,15 @@ def choose_update(
 
     Args:
         rule: update rule.
-        params: trained parameters.
+        params: parameters that the optimizer updates.
         shapes: shapes of the parameters by name.
         shardings: shardings of the state.
         mesh: device mesh.
+        loads: parameters that the optimizer does not update; see `LoadUpdate`.
     """
+    if loads:
+        optimized = TrainedShardings({name: shardings.params[name] for name in params}, shardings.opt_state)
+        return LoadUpdate(choose_update(rule, params, shapes, optimized, mesh, {}), loads, shardings, mesh)
     update = make_update(rule.optimizer, rule.tx)
     if rule.optimizer.elementwise:
         return ShardedUpdate(update, shardings, mesh)

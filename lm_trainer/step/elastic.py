@@ -42,6 +42,7 @@ from lm_trainer.step.staged.whole_model import whole_model_stages
 from lm_trainer.step.state.model_def import ModelDef, Params
 from lm_trainer.step.state.state_sharding import StateSharding
 from lm_trainer.step.state.train_state import TrainState
+from lm_trainer.step.updates.load import split_loads
 from lm_trainer.step.updates.update import Metrics
 
 logger = logging.getLogger(__name__)
@@ -109,9 +110,14 @@ class ElasticStep:
         self._dispatch_to(MeshWide(self.devices) if wide else self.devices)
         param_shardings = {name: sharding.params[name] for name in trainable}
         everywhere = NamedSharding(mesh, PartitionSpec())
-        norm = jax.jit(lambda grads: sum_of_squares(grads, param_shardings, mesh), out_shardings=everywhere)
+        self._loads = sharding.loads
+
+        def squares(grads: Params) -> jax.Array:
+            return sum_of_squares(split_loads(grads, self._loads)[0], param_shardings, mesh)
+
+        norm = jax.jit(squares, out_shardings=everywhere)
         self._norm = Program("norm", norm, "numbers")
-        self._update = choose_update(rule, model.optimizer_params(), model.shapes, shardings, mesh)
+        self._update = choose_update(rule, model.optimizer_params(), model.shapes, shardings, mesh, sharding.loads)
         # Donates argument 1, the average, because `without_fma` prepends the zero as an argument.
         average = jax.jit(without_fma(ema_update), out_shardings=shardings.params, donate_argnums=1)
         self._average = Program("average", average, "new state", elementwise=True)
@@ -192,7 +198,7 @@ class ElasticStep:
         params, opt_state, metrics = self._update(state.params, state.opt_state, grads, curvature, scalars)
         done = TrainState(state.step + 1, params, opt_state, self._update_average(state, params), state.frozen)
         if observer is not None:
-            observer.after_step(observed, grads, scalars["weight"], done)
+            observer.after_step(observed, split_loads(grads, self._loads)[0], scalars["weight"], done)
         return done, metrics
 
     @cached_property

@@ -36,6 +36,7 @@ from lm_trainer.step.loss.gradient import LossFn, MicrobatchFn, Sums, curvature_
 from lm_trainer.step.state.model_def import ModelDef, Params
 from lm_trainer.step.state.state_sharding import StateSharding
 from lm_trainer.step.state.train_state import TrainState, abstract_state
+from lm_trainer.step.updates.load import split_loads, with_loads
 from lm_trainer.step.updates.update import Metrics, make_update
 
 
@@ -76,7 +77,7 @@ class FastStep:
         self._everywhere = NamedSharding(sharding.mesh, PartitionSpec())
         function = loss_and_gradient(model, loss, trainable)
         self._gradient: MicrobatchFn = shard_over_group(function, sharding.mesh, sharding.params, trainable)
-        self._apply = make_update(rule.optimizer, rule.tx)
+        self._apply = with_loads(make_update(rule.optimizer, rule.tx), sharding.loads)
         state = (*sharding.trained, self._everywhere)
         # Parameters and optimizer state are donated, so that the new state reuses their memory.
         step = jax.jit(self._whole_step, out_shardings=state, donate_argnums=(0, 1))
@@ -201,7 +202,8 @@ class FastStep:
         done = TrainState(state.step + 1, params, opt_state, averaged, state.frozen)
         if observer is not None and observed is not None:
             values, sums = observed
-            observer.after_step(values, sums.tree, sums.scalars["weight"], done)
+            grads = split_loads(sums.tree, self._sharding.loads)[0]
+            observer.after_step(values, grads, sums.scalars["weight"], done)
         return done, metrics
 
     def _replicate_scalar(self, value: np.generic) -> jax.Array:
@@ -218,7 +220,8 @@ class FastStep:
         curvature: Params | None,
     ) -> tuple[Params, optax.OptState, Metrics]:
         scalars, grads = self._sum_over_batch(self._gradient, {**frozen, **params}, batch, step)
-        squares = sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in grads.values())
+        others = split_loads(grads, self._sharding.loads)[0]
+        squares = sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in others.values())
         inputs = {**scalars, "squares": squares, "learning_rate": learning_rate}
         return self._apply(params, opt_state, grads, curvature, inputs)
 

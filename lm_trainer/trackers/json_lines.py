@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from lm_trainer.trackers.series import Plain, Series, line_name
 logger = logging.getLogger(__name__)
 
 METRICS, TEXTS, HISTOGRAMS = "metrics.jsonl", "texts.jsonl", "histograms.jsonl"
+_BLOCK_BYTES = 4 << 20
+"""Number of bytes of a long file that are parsed at a time."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -150,6 +152,42 @@ def parse_records(content: bytes) -> tuple[list[tuple[dict[str, Any], bytes]], i
         else:
             broken += 1
     return records, broken
+
+
+def read_record_blocks(file: Path) -> Iterator[list[dict[str, Any]]]:
+    """Yields the records of a file in order, some megabytes of the file at a time. Skips lines that are not whole.
+
+    Non-finite floats remain strings. The file may be read while it is written, and does not need to exist.
+    """
+    if not file.is_file():
+        return
+    loads = _fast_loads()
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            # Completes the last line.
+            yield _parse_block(block + stream.readline(), loads)
+
+
+def _parse_block(block: bytes, loads: Callable[[bytes], Any]) -> list[dict[str, Any]]:
+    # All lines at once take half the time of one after the other. JSON has no line breaks inside of texts.
+    if block.endswith(b"\n"):
+        try:
+            records = loads(b"[" + block[:-1].replace(b"\n", b",") + b"]")
+            if all(type(record) is dict and type(record.get("step")) is int for record in records):
+                return records
+        except ValueError:
+            pass
+    # A line is damaged.
+    return [record for record, _ in parse_records(block)[0]]
+
+
+def _fast_loads() -> Callable[[bytes], Any]:
+    """Returns orjson's parser if it is installed, which takes a sixth of the time, otherwise Python's."""
+    try:
+        import orjson
+    except ImportError:
+        return json.loads
+    return orjson.loads
 
 
 def unwritable_error(path: Path, error: OSError) -> MachineError:

@@ -22,7 +22,7 @@ from lm_trainer.trackers.json_lines import (
     TEXTS,
     JsonLines,
     decode_non_finite,
-    parse_records,
+    read_record_blocks,
     unwritable_error,
 )
 from lm_trainer.trackers.series import Plain, Series, describe_gap
@@ -153,8 +153,14 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     The file may be read at any time while the run is in progress. An incomplete last line, for example after a power
     cut, is skipped.
     """
-    records, _ = parse_records((Path(run_dir) / METRICS).read_bytes())
-    return [{name: decode_non_finite(value) for name, value in record.items()} for record, _ in records]
+    file = Path(run_dir) / METRICS
+    if not file.is_file():
+        raise FileNotFoundError(file)
+    return [
+        {name: decode_non_finite(value) for name, value in record.items()}
+        for records in read_record_blocks(file)
+        for record in records
+    ]
 
 
 def _start_record(step: int) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 Plain = dict[str, list[list[int]]]
 """A series as JSON: list of ranges `[first, last, stride]` of steps (both ends inclusive), by name of the line."""
 
@@ -34,6 +36,21 @@ class Series:
             ranges[-1][1:] = [step, step - ranges[-1][1]]
         else:
             ranges.append([step, step, 1])
+
+    def add_all(self, name: str, steps_L: np.ndarray) -> None:
+        """Adds lines with the same name, given their steps in ascending order (integers [L])."""
+        strides = np.diff(steps_L)
+        is_regular = len(steps_L) > 2 and bool(np.all(strides == strides[0]))
+        for step in steps_L[:2] if is_regular else steps_L:
+            self.add(name, int(step))
+        if is_regular and name in self._ranges:
+            # Two steps decide the stride, so the other ones extend the same range.
+            first, last, stride = self._ranges[name][-1]
+            if last == steps_L[1] and stride == strides[0]:
+                self._ranges[name][-1] = [first, int(steps_L[-1]), stride]
+            else:
+                for step in steps_L[2:]:
+                    self.add(name, int(step))
 
     @property
     def names(self) -> list[str]:

@@ -66,6 +66,41 @@ CASES = {
         },
         ["val_set_size", "num_epochs"],
     ),
+    # The alignment handbook's recipe, with accelerate's number of devices: 4 rows x 4 turns x 8 GPUs.
+    "trl.yaml": (
+        "TRL",
+        {
+            "initialize_from_hf": "HuggingFaceTB/SmolLM2-360M",
+            "use_hf_model_config": True,
+            "data.id": "HuggingFaceTB/smol-smoltalk",
+            "data.splits": ["train", "test"],
+            "data.format.type": "chat",
+            "data.format.mask_user_turns": False,
+            "model.seq_len": 8192,
+        },
+        {
+            "trainer.train_batch_size": 128,
+            "trainer.seed": 42,
+            "trainer.mp": "p=float32,c=bfloat16,o=bfloat16",
+            "optimizer.learning_rate": 1e-3,
+            "optimizer.lr_schedule": "cosine",
+            "optimizer.warmup": 0.1,
+            "data.epochs": 2.0,
+            "data.stop_strategy": "first_exhausted",
+            # The defaults of TrainingArguments.
+            "optimizer.weight_decay": 0.0,
+            "optimizer.beta2": 0.999,
+            "optimizer.min_lr_ratio": 0.0,
+        },
+        [
+            "num_train_epochs",
+            "output_dir",
+            "push_to_hub",
+            "hub_model_id",
+            "save_strategy",
+            "per_device_eval_batch_size",
+        ],
+    ),
     "levanter.yaml": (
         "Levanter",
         {"trainer.train_batch_size": 64, "model.hidden_dim": 768, "optimizer.learning_rate": 6e-4},
@@ -261,7 +296,7 @@ def test_what_cannot_be_read_is_refused(name: str, text: str, message: str, tmp_
     with pytest.raises(UserError, match=message):
         translate(tmp_path / name, RunConfig)
     (tmp_path / "b.json").write_text("{}")
-    with pytest.raises(UserError, match="there are nanoGPT, torchtitan, litgpt, axolotl, Levanter"):
+    with pytest.raises(UserError, match="there are nanoGPT, torchtitan, litgpt, axolotl, TRL, Levanter"):
         translate(tmp_path / "b.json", RunConfig, "megatron")
 
 
@@ -295,7 +330,12 @@ LLAMA_FACTORY = {
 }
 
 
-@pytest.mark.parametrize("keys", [TRAINING_ARGUMENTS, GPT2_CONFIG, MEGATRON, DEEPSPEED, LLAMA_FACTORY, {"lora_r": 8}])
+def test_training_arguments_alone_are_recognised(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(TRAINING_ARGUMENTS))
+    assert translate(tmp_path / "a.json", RunConfig).dialect == "TRL"
+
+
+@pytest.mark.parametrize("keys", [GPT2_CONFIG, MEGATRON, DEEPSPEED, LLAMA_FACTORY, {"lora_r": 8}])
 @pytest.mark.parametrize("name", ["a.json", "a.yaml"])
 def test_a_file_of_something_else_is_not_taken_for_one_of_these(
     keys: dict[str, Any], name: str, tmp_path: Path
@@ -325,3 +365,36 @@ def test_every_setting_that_a_rule_names_is_a_key_of_ours() -> None:
     for dialect in DIALECTS:
         named = {rule for rule in dialect.keys.values() if isinstance(rule, str)} | dialect.always.keys()
         assert named <= our_keys, dialect.name
+
+
+def test_the_batch_of_trl_is_multiplied_by_the_devices(tmp_path: Path) -> None:
+    file = tmp_path / "dpo.yaml"
+    text = "model_name_or_path: a/b\ndataset_name: a/pairs\nbeta: 0.05\nper_device_train_batch_size: 2\nmax_steps: 90\n"
+    file.write_text(text)
+    alone = translate(file, RunConfig)
+    assert "for each device, and the file does not give their number" in dict(alone.lost)["per_device_train_batch_size"]
+    settings = flatten(translate(file, RunConfig, processes=16).data)
+    expected = {
+        **{"trainer.train_batch_size": 32, "trainer.num_train_steps": 90, "optimizer.learning_rate": 1e-6},
+        **{"loss.type": "dpo", "loss.beta": 0.05, "data.format.type": "preference"},
+    }
+    assert {key: settings[key] for key in expected} == expected
+    assert "data.epochs" not in settings, "max_steps gives the length"
+    (tmp_path / "a.yaml").write_text("base_model: a/b\nmicro_batch_size: 2\ndatasets: []\nsample_packing: true\n")
+    with pytest.raises(UserError, match="--processes: the batch of axolotl does not depend on it"):
+        translate(tmp_path / "a.yaml", RunConfig, processes=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "reason"),
+    [
+        ("load_in_4bit: true", "load_in_4bit", "four or eight bits"),
+        ("fp16: true", "fp16", "weights stay in float32"),
+        ("lr_scheduler_type: polynomial", "lr_scheduler_type", "schedule polynomial"),
+        ("neftune_noise_alpha: 5", "neftune_noise_alpha", "no noise is added"),
+        ("loss_type: hinge", "loss_type", "loss.type is dpo, ipo, simpo, orpo or kto"),
+    ],
+)
+def test_what_trl_has_and_we_have_not_is_named(text: str, key: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(f"model_name_or_path: a/b\ndataset_name: a/c\nreport_to: none\n{text}\n")
+    assert reason in dict(translate(tmp_path / "a.yaml", RunConfig).lost)[key]

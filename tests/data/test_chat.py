@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from flax import nnx
 from pydantic import ValidationError
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.formats import ChatFormat, UnusableRow
 from lm_trainer.data.sources import Row
 from lm_trainer.data.sources.base import full_text
-from lm_trainer.data.tokenizer import HfTokenizer
+from lm_trainer.data.tokenizer import HfTokenizer, Pretrained
 from lm_trainer.data.tokenizer.bytes import EOS_ID
+from lm_trainer.data.tokenizer.hf import load_pretrained
+from lm_trainer.generate.chat import Chat
+from lm_trainer.generate.text import Sampling
+from lm_trainer.models.gpt2 import Gpt2Config
 from tests.data.test_formats import encode, open_records, with_specials
 
 CHATML = (
@@ -113,6 +119,60 @@ class TestChat:
         assert list(document.ids) == [tokenizer.special_tokens()["<s>"], *'"é"'.encode(), EOS_ID]
         escape = "{% generation %}{{ messages.__class__.__mro__ }}{% endgeneration %}"
         self.unusable(ChatFormat(chat_template=escape), CONVERSATION, tokenizer, "does not take this conversation")
+
+    def counted_text(self, format: ChatFormat, tokenizer: HfTokenizer, messages: list[dict[str, Any]]) -> str:
+        document = encode(format, {"messages": messages}, tokenizer)
+        assert document.loss_mask is not None
+        return tokenizer.decode([int(i) for i in np.asarray(document.ids)[document.loss_mask]])
+
+    def test_turns_are_masked_by_a_field_or_all_but_the_last(self, chatml: HfTokenizer) -> None:
+        turns = [(role, text) for number in "12" for role, text in (("user", "q"), ("assistant", f"answer {number}."))]
+        messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in turns]
+        tool = [{"role": "tool", "content": "data"}, {"role": "assistant", "content": "answer 3."}]
+        assert self.counted_text(ChatFormat(last_turn_only=True), chatml, messages) == "answer 2."
+        assert self.counted_text(ChatFormat(last_turn_only=True), chatml, [*messages, *tool]) == "answer 2.answer 3."
+        for off, on in ((0, 1), (False, True), (0.0, 1.0)):
+            messages[1]["weight"], messages[3]["weight"] = off, on
+            assert self.counted_text(ChatFormat(turn_mask_field="weight"), chatml, messages) == "answer 2."
+            assert self.counted_text(ChatFormat(), chatml, messages) == "answer 1.answer 2."
+        del messages[3]["weight"]
+        assert self.counted_text(ChatFormat(turn_mask_field="weight"), chatml, messages) == "answer 2."
+        both = ChatFormat(turn_mask_field="weight", last_turn_only=True)
+        messages[3]["weight"] = 0
+        self.unusable(both, messages, chatml, "says nothing")
+        messages[3]["weight"] = "no"
+        self.unusable(both, messages, chatml, "field 'weight' of message 3 of 'messages' is 'no', not true or false")
+        once = "{% generation %}{% for message in messages %}{{ message.content }}{% endfor %}{% endgeneration %}"
+        reason = "marks 1 answers in a conversation with 2 messages of the assistant"
+        self.unusable(ChatFormat(chat_template=once, last_turn_only=True), messages, chatml, reason)
+
+    @pytest.mark.parametrize("key", ["last_turn_only", "turn_mask_field"])
+    def test_turns_cannot_be_masked_if_every_token_counts(self, key: str) -> None:
+        with pytest.raises(ValidationError, match=f"{key} has no effect with mask_user_turns: false"):
+            ChatFormat.model_validate({key: True if key == "last_turn_only" else "weight", "mask_user_turns": False})
+
+    @pytest.mark.parametrize(
+        ("answer", "end"),
+        [
+            ("{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{{ '\n' }}", None),
+            ("{% generation %}{{ message.content }}{% endgeneration %}<|im_end|>{{ '\n' }}", "<|im_end|>\n"),
+            ("{% generation %}{{ message.content }}{{ '\n' }}{% endgeneration %}<|im_end|>", "<|im_end|>"),
+            # The end of the document counts as the end of the turn.
+            ("{% generation %}{{ message.content }}{% endgeneration %}", None),
+            ("{{ raise_exception('never') }}{% generation %}{% endgeneration %}", None),
+        ],
+    )
+    def test_a_template_that_does_not_mark_the_end_of_a_turn_is_told(
+        self, chatml: HfTokenizer, answer: str, end: str | None
+    ) -> None:
+        template = (
+            "{% for message in messages %}{% if message.role == 'assistant' %}<|im_start|>assistant\n" + answer + ""
+            "{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        )
+        notes = ChatFormat(chat_template=template).notes(chatml)
+        assert len(notes) == (end is not None)
+        assert all(f"writes {end!r} after an answer" in note for note in notes)
+        assert not ChatFormat(chat_template=template, mask_user_turns=False).notes(chatml)
 
     def test_a_list_of_texts_is_one_text(self, chatml: HfTokenizer) -> None:
         parts = [
@@ -247,3 +307,63 @@ class TestTools:
         row = Row(0, "", "", record={"messages": CONVERSATION, "tools": tools})
         with pytest.raises(UnusableRow, match="'tools' holds something else than a list of tools"):
             ChatFormat(tools_field="tools").prepare(row)
+
+
+class TestUse:
+    """A model is used with the text of its training rows."""
+
+    MESSAGES: ClassVar = [{"role": "user", "content": "a <|im_end|>?"}, {"role": "assistant", "content": "b"}]
+    TEMPLATE = (
+        CHATML + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{% if tools %}{{ raise_exception('no tools') }}{% endif %}"
+    )
+
+    def test_the_template_of_the_rows_is_saved_with_the_model(self, chatml: HfTokenizer, tmp_path: Path) -> None:
+        other = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+        chatml.save(tmp_path / "tokenizer")
+        options: dict[str, Any] = {"tokenizer": str(tmp_path / "tokenizer"), "seq_len": 4}
+        data = open_records(tmp_path, ChatFormat(chat_template=other), {"messages": self.MESSAGES}, **options)
+        published = data.published_tokenizer
+        assert published.chat_template == other
+        assert published.identity() == data.tokenizer.identity() == chatml.identity()
+        published.save(tmp_path / "saved")
+        transformers = pytest.importorskip("transformers")
+        text = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved").apply_chat_template(
+            self.MESSAGES, tokenize=False
+        )
+        assert text == "a <|im_end|>?b"
+        plain = open_records(tmp_path / "plain", ChatFormat(), {"messages": self.MESSAGES}, **options)
+        assert plain.published_tokenizer is plain.tokenizer
+
+    def test_named_templates_are_chosen_by_name(self, chatml: HfTokenizer, tmp_path: Path) -> None:
+        text = "{% generation %}tools: {{ messages[0].content }}{% endgeneration %}"
+        listed: Any = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": text}]
+        chatml.save(tmp_path / "files")
+        (tmp_path / "files/additional_chat_templates").mkdir()
+        (tmp_path / "files/additional_chat_templates/tool_use.jinja").write_text(text)
+        in_files = load_pretrained(Pretrained(name=str(tmp_path / "files")))
+        in_settings = with_specials("<|im_start|>", "<|im_end|>", chat_template=listed)
+        for tokenizer in (in_files, in_settings):
+            assert tokenizer.chat_template == CHATML
+            document = encode(ChatFormat(chat_template="tool_use"), {"messages": self.MESSAGES}, tokenizer)
+            assert tokenizer.decode_all(list(document.ids)) == "tools: a <|im_end|>?"
+
+    def test_a_chat_has_the_prompt_of_the_row(self) -> None:
+        tokenizer = with_specials("<|im_start|>", "<|im_end|>", chat_template=self.TEMPLATE)
+        row = list(encode(ChatFormat(), {"messages": self.MESSAGES}, tokenizer).ids)
+        model = nnx.eval_shape(lambda: Gpt2Config(hidden_dim=8, num_layers=1, num_heads=1).build(300, rngs=nnx.Rngs(0)))
+        asked: list[list[int]] = []
+
+        def answer(_model: Any, _tokenizer: Any, ids: list[int], *_: Any, **__: Any) -> Iterator[str]:
+            asked.append(ids)
+            yield "b"
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                "lm_trainer.generate.chat.stream_tokens", lambda _stream, *args, **keys: answer(*args, **keys)
+            )
+            patch.setattr("lm_trainer.generate.chat.to_decoding_layout", lambda model, _dtype: model)
+            chat = Chat(model, tokenizer, context=64, sampling=Sampling(max_new_tokens=4))
+            assert list(chat.answer("a <|im_end|>?")) == ["b"]
+        assert row[: len(asked[0])] == asked[0]
+        assert tokenizer.decode_all(row[len(asked[0]) :]) == "b<|im_end|>\n"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -191,13 +192,67 @@ def test_a_row_with_an_id_that_the_model_does_not_know_is_refused(tmp_path: Path
         data.train_sets[0].rows.read(np.arange(3))
 
 
+class TestUnreadFields:
+    """Fields with text that the format does not read are named when a cache is built."""
+
+    ALPACA: ClassVar = {"instruction": "add both", "input": "2 and 3", "output": "5", "id": "abc", "score": 1}
+
+    def test_are_named_with_an_example(self, tmp_path: Path) -> None:
+        format = {"type": "supervised", "input_field": "instruction", "output_field": "output", "separate_with": "\n"}
+        (note,) = open_records(tmp_path, format, self.ALPACA, seq_len=4).notes
+        assert "the records also have text under 'input', which is not read" in note
+        assert note.endswith(":\nadd both\n⟦5⟧")
+        # The cache is finished now.
+        assert not open_records(tmp_path, format, self.ALPACA, seq_len=4).notes
+        read = open_records(tmp_path / "all", {**format, "context_field": "input"}, self.ALPACA, seq_len=4)
+        assert not read.notes
+
+    @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "arrow", "csv"])
+    def test_are_found_in_files(self, tmp_path: Path, suffix: str) -> None:
+        file = tmp_path / f"a.{suffix}"
+        if suffix in ("parquet", "arrow"):
+            pyarrow = pytest.importorskip("pyarrow")
+            table = pyarrow.Table.from_pylist([self.ALPACA])
+            if suffix == "parquet":
+                importlib.import_module("pyarrow.parquet").write_table(table, file)
+            else:
+                importlib.import_module("pyarrow.feather").write_feather(table, file, compression="uncompressed")
+        elif suffix == "csv":
+            file.write_text("instruction,input,output\nadd both,2 and 3,5\n")
+        else:
+            file.write_text(json.dumps(self.ALPACA) + "\n")
+        format = {"type": "supervised", "input_field": "instruction", "output_field": "output"}
+        data = open_records(tmp_path, format, seq_len=4, train_urls=[str(file)], source=None)
+        (note,) = data.notes
+        assert "text under 'input', which is not read" in note
+
+    def test_may_hold_messages(self, tmp_path: Path) -> None:
+        with_specials("<|im_end|>").save(tmp_path / "tokenizer")
+        template = "{% for m in messages %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}"
+        record = {
+            "messages": [{"role": "assistant", "content": "fine words"}],
+            "tools": [{"name": "search"}],
+            "system": "be brief",
+            "source": "web",
+        }
+        format = {"type": "chat", "chat_template": template}
+        (note,) = open_records(tmp_path, format, record, tokenizer=str(tmp_path / "tokenizer")).notes
+        assert "text under 'tools' and 'system', which is not read" in note
+        assert note.endswith("⟦fine words<|im_end|>⟧")
+
+
 def test_a_tokenizer_is_trained_on_the_text_of_records(tmp_path: Path) -> None:
     records = [{"messages": [{"role": "user", "content": "zebra zebra zebra " * 50}]}]
     config = DataConfig.model_validate(
         {
             "source": {"type": "memory", "train": records},
             "tokenizer": {"type": "trained_bpe", "vocab_size": 270},
-            "format": {"type": "chat", "chat_template": "{{ messages[0].content }}", "mask_user_turns": False},
+            "format": {
+                "type": "chat",
+                "chat_template": "{{ messages[0].content }}",
+                "mask_user_turns": False,
+                "on_too_long": "split",
+            },
             "cache_dir": str(tmp_path),
         }
     )

@@ -221,7 +221,7 @@ def test_a_mixture_of_rows_and_text(tmp_path: Path, module: str) -> None:
         ("growing", r"not deterministic: it made a dataset of 1\d elements, and then one of 1\d"),
         ("failing", "an element of .*failing failed: ZeroDivisionError"),
         ("nothing", "returned int; expected a grain.MapDataset or"),
-        ("absent", "there is no function absent in"),
+        ("absent", "there is no function or class absent in"),
     ],
 )
 def test_pipelines_that_cannot_be_trusted_are_refused(tmp_path: Path, module: str, function: str, message: str) -> None:

@@ -112,7 +112,8 @@ class TestMasks:
         rows = [{"prompt": f"how much is {i} and {i}?", "response": f"it is {2 * i}" * (1 + i % 5)} for i in range(40)]
         (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         keys = {"train_urls": str(tmp_path / "a.jsonl"), "tokenizer": "bytes", "num_workers": 0, "shuffle": False}
-        return DataConfig.model_validate({**keys, "format": {"type": "supervised"}, "cache_dir": str(tmp_path / "c")})
+        format = {"type": "supervised", "on_too_long": "split"}
+        return DataConfig.model_validate({**keys, "format": format, "cache_dir": str(tmp_path / "c")})
 
     def test_are_shown(self, config: DataConfig) -> None:
         open_data(config, seq_len=32, seed=0)

@@ -13,14 +13,18 @@ import pytest
 from flax import nnx
 from pydantic import ValidationError
 
+from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig, open_data
 from lm_trainer.data.cache.documents import document_lengths
 from lm_trainer.data.cache.format import token_dtype
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.token_stream import TokenStream
+from lm_trainer.data.dataset import Data
 from lm_trainer.data.formats import SupervisedFormat
+from lm_trainer.data.inspect import cache_stats
 from lm_trainer.data.rows.eval_set import EvalSet
-from lm_trainer.data.rows.packing import PackedRows, PackingPlan, open_packing_plan, pack_best_fit, packing_stats
+from lm_trainer.data.rows.packing import PackedRows, PackingPlan, open_packing_plan, pack_best_fit
+from lm_trainer.data.rows.packing_stats import packing_stats
 from lm_trainer.data.sources.in_memory import InMemory
 from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenize.open_cache import OpenCache, open_cache
@@ -219,13 +223,14 @@ class TestAnswers:
         sizes = np.random.default_rng(0).integers((11, 22), (61, 122), (400, 2)).tolist()
         return [{"prompt": self.START + "p" * (a - 1), "response": "r" * b} for a, b in sizes]
 
-    def share_without_beginning(
-        self, directory: Path, records: list[dict[str, str]], seq_len: int, **keys: Any
-    ) -> float:
-        """The share of the tokens in the loss whose row does not have the beginning of their document before them."""
+    def open_data(self, directory: Path, records: list[dict[str, str]], seq_len: int, **keys: Any) -> Data:
         source = InMemory(train=[*records])
         section = {"tokenizer": "bytes", "cache_dir": str(directory / "cache"), "format": SupervisedFormat(), **keys}
-        data = open_data(DataConfig(source=source, **section), seq_len=seq_len, seed=0)
+        return open_data(DataConfig(source=source, **section), seq_len=seq_len, seed=0)
+
+    def share_without_beginning(self, data: Data) -> tuple[float, int]:
+        """The share of the tokens in the loss whose row does not have the beginning of their document before them, and
+        the number of tokens in the loss."""
         rows = data.train_sets[0].rows
         batch = rows.read(np.arange(rows.num_rows))
         unseen = counted = 0
@@ -234,26 +239,56 @@ class TestAnswers:
                 in_loss = int((weights[segments == segment] > 0).sum())
                 counted += in_loss
                 unseen += in_loss * (ord(self.START) not in tokens[segments == segment])
-        return unseen / counted
+        return unseen / counted, counted
 
-    @pytest.mark.parametrize(("seq_len", "truncated"), [(128, True), (256, False)])
+    @pytest.mark.parametrize(("seq_len", "concat", "split"), [(128, 0.591, None), (256, 0.312, 0)])
     def test_have_their_prompt_in_view(
-        self, records: list[dict[str, str]], tmp_path: Path, seq_len: int, truncated: bool
+        self, records: list[dict[str, str]], tmp_path: Path, seq_len: int, concat: float, split: float | None
     ) -> None:
-        full = self.share_without_beginning(tmp_path, records, seq_len)
-        assert (full > 0) == truncated
-        assert full < 0.1
-        assert self.share_without_beginning(tmp_path, records, seq_len, packing="concat") > 0.25
+        total = sum(len(record["response"]) + 1 for record in records)
+        for keys, expected in (
+            ({"packing": "concat"}, concat),
+            ({"format": SupervisedFormat(on_too_long="split")}, split),
+            ({}, 0),
+            ({"format": SupervisedFormat(on_too_long="right")}, 0),
+            ({"format": SupervisedFormat(on_too_long="left")}, None),
+        ):
+            data = self.open_data(tmp_path, records, seq_len, **keys)
+            share, counted = self.share_without_beginning(data)
+            assert share == (pytest.approx(expected, abs=0.001) if expected is not None else share)
+            cache, (packing,) = data.caches["train/train"], {data.config.packing_of("train")}
+            too_long = data.config.too_long_of("train")
+            packed = cache_stats(cache.store, cache.ledger, seq_len, too_long=too_long).packing[packing]
+            # Of the text, `concat` leaves out less than a row.
+            assert packed.without_start == pytest.approx(share, abs=0.003)
+            assert packed.left_out == pytest.approx(1 - counted / total, abs=0.006 if packing == "concat" else 1e-9)
+
+    def test_longer_than_a_row_are_counted_and_refused_if_none_fits(self, tmp_path: Path) -> None:
+        records = [{"prompt": "p" * size, "response": "r" * 3} for size in (4, 9, 30)]
+        data = self.open_data(tmp_path, records, 12)
+        assert data.long_examples() == {"train/train": (3, 1, 33, "skip", "documents")}
+        for treatment in ("split", "left", "right"):
+            other = self.open_data(tmp_path, records, 12, format=SupervisedFormat(on_too_long=treatment))
+            assert other.fingerprint() != data.fingerprint()
+            assert other.cache_dir == data.cache_dir
+            assert [long.treatment for long in other.long_examples().values()] == [treatment]
+        with pytest.raises(UserError, match=r"1 of 3 documents are longer than a row of model\.seq_len=12; .* skip"):
+            self.open_data(tmp_path, records, 12, format=SupervisedFormat(on_too_long="raise"))
+        with pytest.raises(UserError, match=r"1 of 1 documents .* raise it to 33, or set .*on_too_long: right"):
+            self.open_data(tmp_path / "one", records[2:], 12)
+        with pytest.raises(ValidationError, match="on_too_long: left has no effect with packing: concat"):
+            self.open_data(tmp_path, records, 12, packing="concat", format=SupervisedFormat(on_too_long="left"))
 
     HELD_OUT = (("ab", "cde"), ("f", "g" * 9), ("hij", "k"), ("l" * 5, "m" * 12), ("n", "o"))
     """Prompts and answers: documents of 6, 11, 5, 18 and 3 tokens with their ends, the fourth too long for 12."""
 
     def open_held_out_set(self, directory: Path, **keys: Any) -> EvalSet:
         source = InMemory(
-            train=[{"prompt": "p", "response": "r" * 20}],
+            train=[{"prompt": "p", "response": "r" * size} for size in (1, 20)],
             validation=[{"prompt": prompt, "response": response} for prompt, response in self.HELD_OUT],
         )
-        section = {"tokenizer": "bytes", "cache_dir": str(directory / "cache"), "format": SupervisedFormat(), **keys}
+        format = SupervisedFormat(on_too_long=keys.pop("on_too_long", "split"))
+        section = {"tokenizer": "bytes", "cache_dir": str(directory / "cache"), "format": format, **keys}
         (evals,) = open_data(DataConfig(source=source, **section), seq_len=12, seed=0).validation().values()
         assert isinstance(evals, EvalSet)
         return evals
@@ -293,6 +328,24 @@ class TestAnswers:
             self.check_places(held_out)
         assert self.decode_rows(full.with_stride(6)) == self.decode_rows(split.with_stride(6))
 
+    @pytest.mark.parametrize(
+        ("treatment", "last"),
+        [
+            ("skip", []),
+            # The last 13 tokens of the document, and the first 13.
+            ("left", [("mmmmmmmmmmmm", "mmmmmmmmmmm.")]),
+            ("right", [("lllllmmmmmmm", "____mmmmmmmm")]),
+        ],
+    )
+    def test_longer_than_a_row_are_cut_or_left_out(
+        self, tmp_path: Path, treatment: str, last: list[tuple[str, str]]
+    ) -> None:
+        held_out = self.open_held_out_set(tmp_path, on_too_long=treatment)
+        short = [("abcdehijk", "_cde.__k."), ("fgggggggggno", "ggggggggg.o.")]
+        assert self.decode_rows(held_out) == [*short, *last]
+        assert held_out.count_split_documents(np.cumsum([6, 11, 5, 18, 3])) == 0
+        self.check_places(held_out)
+
     def check_places(self, held_out: EvalSet) -> None:
         """The places of a set's rows are those of its targets, each of which is predicted once."""
         used = []
@@ -327,7 +380,8 @@ class TestAnswers:
         self, tmp_path: Path, rows: int, expected: list[tuple[str, str]]
     ) -> None:
         source = InMemory(train=[{"prompt": prompt, "response": response} for prompt, response in self.HELD_OUT])
-        section = {"tokenizer": "bytes", "cache_dir": str(tmp_path / "cache"), "format": SupervisedFormat()}
+        format = SupervisedFormat(on_too_long="split")
+        section = {"tokenizer": "bytes", "cache_dir": str(tmp_path / "cache"), "format": format}
         config = DataConfig(source=source, num_validation_sequences=rows, **section)
         (held_out,) = open_data(config, seq_len=12, seed=0).validation().values()
         assert isinstance(held_out, EvalSet)

@@ -186,8 +186,8 @@ class TestPairs:
     def test_pairs_longer_than_a_row_are_counted_or_refused(self, tmp_path: Path) -> None:
         records = [{"prompt": "a" * n, "chosen": "b", "rejected": "c"} for n in (1, 2, 9)]
         data = open_records(tmp_path, PreferenceFormat(), *records, **BEST_FIT)
-        (plan,) = data.left_out_pairs().values()
-        assert (plan.pairs, plan.too_long, plan.longest) == (3, 1, 20)
+        (counted,) = data.long_examples().values()
+        assert (counted.total, counted.too_long, counted.longest) == (3, 1, 20)
         kept = text_of(np.concatenate(list(first_rows(data, 2).tokens)))
         assert "ab" in kept
         assert "aaa" not in kept

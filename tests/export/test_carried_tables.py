@@ -103,6 +103,8 @@ WITHOUT_EFFECT = {
     # Of SpecAugment, with which Whisper is trained.
     *("mask_feature_length", "mask_feature_min_masks", "mask_feature_prob"),
     *("mask_time_length", "mask_time_min_masks", "mask_time_prob"),
+    # Another name of `num_nextn_predict_layers`.
+    "num_mtp_layers",
     # transformers reads them, and computes the same whatever they say.
     *("embedding_fraction", "expansion_ratio", "norm_type"),
 }
@@ -117,6 +119,7 @@ def test_every_field_of_a_family_is_known(model_type: str) -> None:
     raw = Read(config.to_dict())
     settings_from_hf(family, raw)
     fields = {field.name for field in dataclasses.fields(config_class)} | set(raw)
-    # A window that no layer has: where layers have one, the field is read.
-    without = WITHOUT_EFFECT | ({"sliding_window"} if model_type == "qwen3_moe" else set())
+    # A window that no layer has: where layers have one, the field is read or refused.
+    window = {"qwen3_moe": {"sliding_window"}, "qwen2_moe": {"sliding_window", "max_window_layers"}}
+    without = WITHOUT_EFFECT | window.get(model_type, set())
     assert fields - raw.keys_read - family.inert.keys() - without == set()

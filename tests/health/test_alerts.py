@@ -21,6 +21,7 @@ from lm_trainer.health.alerts import AlertsConfig
 from lm_trainer.health.alerts.base import AlertKind, RobustWindow
 from lm_trainer.health.alerts.data_wait import DataWait
 from lm_trainer.health.alerts.divergence import Divergence
+from lm_trainer.health.alerts.expert_load import ExpertLoad
 from lm_trainer.health.alerts.grad_norm import GradNorm
 from lm_trainer.health.alerts.loss_spike import LossSpike
 from lm_trainer.health.alerts.memory import DeviceMemory
@@ -85,6 +86,9 @@ def test_the_robust_score_is_the_formula() -> None:
         (StepTime(), "throughput/step_time", [0.01] * 200 + [0.04] * 30, []),
         (DataWait(), "throughput/data_wait", [0.9] * 100 + [0.1] * 10, []),
         (DataWait(), "throughput/data_wait", [0.0] * 100 + [0.1, 0.3], [101]),
+        (ExpertLoad(), "train/router_batch_overload", [9.0] * 200 + [3.9] * 200, []),
+        (ExpertLoad(after=0, steps=3), "train/router_batch_overload", [9.0, 9.0, 1.0, 9.0, 9.0, 4.0], [5]),
+        (ExpertLoad(after=2, steps=2), "train/router_unused_experts", [1.0, 1.0, 1.0, 1.0, 0.5], [3]),
     ],
 )
 def test_kinds(kind: AlertKind, name: str, series: list[float], expected: list[int]) -> None:

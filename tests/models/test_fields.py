@@ -15,11 +15,15 @@ from lm_trainer.models import (
     MODEL_CONFIGS,
     Cohere2Config,
     DecoderConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3Config,
     Glm4Config,
     GptNeoxConfig,
     LlamaConfig,
+    Mamba2Config,
+    MiniCpm3Config,
     MistralConfig,
     NanochatConfig,
     Olmo3Config,
@@ -45,7 +49,7 @@ OTHER: dict[str, Any] = {
     "use_flash_attention": True,
     "flash_attention_block_size": 8,
     "scan_layers": True,
-    "rope": {"type": "default", "theta": 77.0},
+    "rope": {"type": "yarn", "theta": 77.0, "factor": 8.0},
     "partial_rotary_factor": 0.75,
     "rotary_pct": 0.5,
     "sliding_window": 7,
@@ -53,10 +57,15 @@ OTHER: dict[str, Any] = {
     "final_logit_softcapping": 9.0,
     "clip_qkv": 9.0,
     "softmax_scale": 9.0,
+    "time_step_limit": (0.1, 0.5),
+    "q_lora_rank": 12,
     "num_experts_per_tok": 1,
     "mlp_only_layers": (1,),
     "layers_without_rope": (0,),
     "hidden_dim": 64,
+    "expert_kernel": "dense",
+    "n_group": 2,
+    "topk_group": 1,
 }
 """A valid value that is not the tiny configuration's, where doubling or negating does not give one."""
 NOT_IN_THE_SPEC = {"type", "cross_entropy_block_size", "reference_checkpoint"}
@@ -65,6 +74,8 @@ NOT_IN_THE_SPEC = {"type", "cross_entropy_block_size", "reference_checkpoint"}
 def another(name: str, value: Any) -> Any:
     if name in OTHER:
         return OTHER[name]
+    if name == "lbl_over":
+        return "batch" if value == "row" else "row"
     if isinstance(value, bool):
         return not value
     return value * 2 if value else 0.25
@@ -116,9 +127,13 @@ def test_defaults_are_llama_2_7b():
         (Glm4Config(), 151552, 9_400_279_040),
         (SeedOssConfig(), 155136, 36_151_104_512),
         (NanochatConfig(), 65536, 560_988_160),
+        (MiniCpm3Config(), 73448, 4_073_875_968),
+        (DeepseekV3Config(), 129280, 671_026_404_352),
+        (DeepseekV2Config(), 102400, 15_706_484_224),
+        (Mamba2Config(), 50288, 2_702_599_680),
     ],
     ids=["Mistral 7B", "Llama 3 8B", "Gemma 2 2B", "Qwen3 0.6B", "SmolLM3 3B", "StarCoder2 3B", "R7B", "GLM-4 9B",
-         "Seed-OSS 36B", "nanochat d20"],
+         "Seed-OSS 36B", "nanochat d20", "MiniCPM3 4B", "DeepSeek-V3", "DeepSeek-V2 Lite", "Mamba 2 2.7B"],
 )  # fmt: skip
 def test_published_sizes(config, vocab_size, parameters):
     assert parameter_count(config.spec(vocab_size)) == parameters

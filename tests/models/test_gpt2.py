@@ -44,7 +44,9 @@ def test_defaults_are_gpt2_small():
     spec = config.spec(50257)
     assert (config.seq_len, config.hidden_dim, config.num_layers, config.num_heads) == (1024, 768, 12, 12)
     assert spec.blocks[0].attention.head_dim == 64
-    assert spec.blocks[0].mlp.hidden_dim == 3072
+    mlp = spec.blocks[0].mlp
+    assert mlp is not None
+    assert mlp.hidden_dim == 3072
     assert spec.remat == "full"
     assert not spec.scan
     assert Gpt2Config(num_layers=13).spec(VOCAB).scan

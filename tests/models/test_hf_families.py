@@ -34,6 +34,10 @@ SHARED: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+WITHOUT_KV_HEADS = {key: value for key, value in SHARED.items() if key != "num_key_value_heads"}
+LATENT = {"kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
+DEEPSEEK_EXPERTS = {"num_hidden_layers": 3, "moe_intermediate_size": 24, "n_routed_experts": 8, "n_group": 4,
+                    "topk_group": 2, "num_experts_per_tok": 3, "first_k_dense_replace": 1}  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -156,9 +160,53 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
         [{"rope_parameters": PLAIN}, {"hidden_act": "relu"}, {"rms_norm_eps": 0.1}, {"tie_word_embeddings": True},
          {"head_dim": 12}],
     ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {**SHARED, "num_key_value_heads": 4, **LATENT, **DEEPSEEK_EXPERTS},
+        [{"q_lora_rank": None}, {"v_head_dim": 12}, {"attention_bias": True}, {"rope_interleave": False},
+         {"num_experts_per_tok": 1}, {"norm_topk_prob": False}, {"routed_scaling_factor": 1.0}, {"topk_group": 3},
+         {"n_group": 1, "topk_group": 1}, {"first_k_dense_replace": 3}, {"n_shared_experts": 2},
+         {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}, {"rms_norm_eps": 0.1}],
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {**SHARED, "num_key_value_heads": 4, **LATENT, **DEEPSEEK_EXPERTS, "topk_method": "group_limited_greedy"},
+        [{"q_lora_rank": None}, {"topk_method": "greedy"}, {"num_experts_per_tok": 1}, {"topk_group": 3},
+         {"routed_scaling_factor": 1.5}, {"first_k_dense_replace": 0}, {"n_shared_experts": 1},
+         {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}, {"rms_norm_eps": 0.1}],
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        # With larger weights, float32 rounds by more than the tolerance.
+        {**SHARED, "initializer_range": 0.1, "num_hidden_layers": 4, "head_dim": 12,
+         "layer_types": ["linear_attention", "full_attention"] * 2,
+         "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 8,
+         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [2],
+         "shared_expert_intermediate_size": 40, "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},
+        [{"layer_types": ["linear_attention"] * 3 + ["full_attention"]}, {"linear_num_key_heads": 4},
+         {"linear_conv_kernel_dim": 3}, {"linear_value_head_dim": 6}, {"norm_topk_prob": False},
+         {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}}, {"rms_norm_eps": 0.1},
+         {"mlp_only_layers": [0, 1, 2, 3]}],
+    ),
+    "minicpm3": (
+        "MiniCPM3",
+        {**SHARED, "num_key_value_heads": 4, **LATENT},
+        [{"q_lora_rank": None}, {"attention_bias": True}, {"scale_emb": 3.0}, {"scale_depth": 1.0},
+         {"dim_model_base": 16}, {"tie_word_embeddings": False},
+         {"rope_parameters": {**YARN, "mscale_all_dim": 2.0}}, *SCALARS],
+    ),
+    "mamba2": (
+        "Mamba2",
+        {**{key: SHARED[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "initializer_range",
+                                         "bos_token_id", "eos_token_id", "pad_token_id")},
+         "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 16},
+        [{"state_size": 6}, {"n_groups": 1}, {"conv_kernel": 3}, {"use_bias": True}, {"use_conv_bias": False},
+         {"layer_norm_epsilon": 0.1}, {"tie_word_embeddings": True}, {"time_step_limit": (0.4, 0.6)},
+         {"head_dim": 8, "num_heads": 8}],
+    ),
     "gpt_neox": (
         "GPTNeoX",
-        {key: value for key, value in SHARED.items() if key != "num_key_value_heads"},
+        WITHOUT_KV_HEADS,
         [{"use_parallel_residual": False}, {"layer_norm_eps": 0.1}, {"hidden_act": "relu"}, {"attention_bias": False},
          {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}}],
     ),
@@ -171,6 +219,28 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
         "Qwen3Moe",
         {**SHARED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12},
         [{"num_experts_per_tok": 1}, {"norm_topk_prob": True}, {"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}],
+    ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {**SHARED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+         "shared_expert_intermediate_size": 40},
+        [{"num_experts_per_tok": 1}, {"norm_topk_prob": True}, {"mlp_only_layers": [1]}, {"decoder_sparse_step": 2},
+         {"qkv_bias": False}, *SCALARS],
+    ),
+    "olmoe": (
+        "Olmoe",
+        {**SHARED, "num_experts": 4, "num_experts_per_tok": 2},
+        [{"num_experts_per_tok": 1}, {"norm_topk_prob": True}, {"clip_qkv": 0.5}, *SCALARS],
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {**SHARED, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12,
+         "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "num_hidden_layers": 3,
+         "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},
+        [{"num_experts_per_tok": 1}, {"norm_topk_prob": False}, {"first_k_dense_replace": 2},
+         {"n_group": 1, "topk_group": 1}, {"topk_group": 1}, {"routed_scaling_factor": 1.0}, {"n_shared_experts": 2},
+         {"use_qk_norm": True}, {"attention_bias": True},
+         {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}}],
     ),
     "mpt": (
         "Mpt",
@@ -265,6 +335,28 @@ def test_import_and_export_lose_nothing(make_hf_model, name, tmp_path):
     assert np.abs(logits - reference["logits"]).max() <= 1e-6
 
 
+@pytest.mark.slow
+def test_a_selection_bias_selects_as_in_transformers(make_hf_model, tmp_path):
+    import torch
+    import transformers
+
+    directory = build(make_hf_model, "glm4_moe")
+    raw, tensors = read(directory)
+    rng = np.random.default_rng(0)
+    biases = {name: x for name, x in tensors.items() if name.endswith("e_score_correction_bias")}
+    assert len(biases) == 2
+    tensors |= {name: rng.normal(0.0, 0.5, x.shape).astype(np.float32) for name, x in biases.items()}
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded: Any = transformers.Glm4MoeForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    reference = np.load(directory / "reference.npz")
+    with torch.no_grad():
+        logits = loaded.float().eval()(torch.from_numpy(reference["input_ids"])).logits.numpy()
+    assert np.abs(logits - reference["logits"]).max() > 1e-3
+    config, vocab_size = hf.config_from_hf(raw)
+    assert np.abs(our_logits(config, vocab_size, tensors, reference["input_ids"]) - logits).max() <= 1e-4
+
+
 def test_constants_in_a_file_are_checked(make_hf_model):
     raw, tensors = read(build(make_hf_model, "apertus"))
     config, vocab_size = hf.config_from_hf(raw)
@@ -328,6 +420,16 @@ def test_a_tied_head_may_be_repeated_but_not_differ(make_hf_model):
         ("arcee", {"mlp_bias": True}, "mlp_bias=True is not supported, only False"),
         ("seed_oss", {"mlp_bias": True}, "mlp_bias=True is not supported, only False"),
         ("nanochat", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported, only 'sigmoid'"),
+        ("deepseek_v3", {"topk_group": 5}, "topk_group=5 of n_group=4 groups do not have num_experts_per_tok=3"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True is not supported, only False"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc' is not supported, only 'greedy' and"),
+        ("qwen3_next", {"layer_types": ["full_attention", "linear_attention"] * 2}, "layer_types is not supported"),
+        ("qwen3_next", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
+        ("mamba2", {"hidden_act": "relu"}, "hidden_act='relu' is not supported, only 'silu'"),
+        ("mamba2", {"expand": 3}, "num_heads=4 of head_dim=16 are not expand=3 times hidden_size=32"),
+        ("minicpm3", {"mlp_bias": True}, "mlp_bias=True is not supported, only False"),
+        ("minicpm3", {"num_key_value_heads": 2}, "num_key_value_heads is not supported where it differs"),
         ("apertus", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
     ],
 )

@@ -44,7 +44,7 @@ def make_init(std: float = 1.0) -> Initializer:
 def context(segments: np.ndarray, attention: AttentionSpec = BLOCK.attention) -> ForwardContext:
     """For rows of one or more documents, with positions from the start of each row."""
     positions = np.tile(np.arange(segments.shape[1], dtype=np.int32), (len(segments), 1))
-    block = dataclasses.replace(BLOCK, attention=attention)
+    block = dataclasses.replace(BLOCK, mixer=attention)
     return jax.jit(lambda *rows: make_context((block,), *rows))(positions, segments)
 
 

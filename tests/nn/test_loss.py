@@ -11,8 +11,9 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
+from lm_trainer.nn.expert_spec import MoeSpec, RouterSpec
 from lm_trainer.nn.loss import LossTerms, token_loss, weighted_nll
-from lm_trainer.nn.spec import HeadSpec, MoeSpec
+from lm_trainer.nn.spec import HeadSpec
 from tests.compiling import quick_jit
 from tests.nn.common import BLOCK, init, make_batch, make_spec
 
@@ -110,7 +111,7 @@ def test_entropy_of_the_predictions(block: int | None, softcap: float | None) ->
 @pytest.mark.slow
 def test_penalties_of_routers_are_in_the_gradient_alone():
     def losses(coef: float):
-        moe = MoeSpec(12, 4, 2, balance_coef=coef)
+        moe = MoeSpec(12, 4, 2, router=RouterSpec(balance_coef=coef))
         graphdef, params = init(make_spec(blocks=(dataclasses.replace(BLOCK, mlp=moe),)))
         batch = make_batch(2, 8, 37)
 

@@ -9,14 +9,14 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lm_trainer.nn.expert_spec import ExpertKernel, MoeSpec, RouterSpec
 from lm_trainer.nn.moe import Moe
-from lm_trainer.nn.spec import MoeSpec
 from lm_trainer.parallel.mesh import BATCH_AXES, MeshShape, build_mesh
 from lm_trainer.parallel.target_platform import compiling_for
 from tests.nn.common import built, make_init
 
 D, F, E, K = 8, 12, 4, 2
-SPEC = MoeSpec(F, E, K, balance_coef=0.5, z_coef=0.25, dense=False)
+SPEC = MoeSpec(F, E, K, router=RouterSpec(balance_coef=0.5, z_coef=0.25), kernel="ragged_dot")
 X = np.random.default_rng(0).standard_normal((2, 7, D)).astype(np.float32)
 EVERY = np.ones((2, 7), bool)
 
@@ -43,9 +43,9 @@ def brute_force(moe: Moe, *, renormalize: bool) -> np.ndarray:
     return out.reshape(X.shape)
 
 
-@pytest.mark.parametrize(("renormalize", "dense"), [(True, False), (False, True)])
-def test_every_token_gets_its_experts(renormalize, dense):
-    moe = build(MoeSpec(F, E, K, renormalize=renormalize, dense=dense))
+@pytest.mark.parametrize(("renormalize", "kernel"), [(True, "ragged_dot"), (False, "dense"), (True, "grouped")])
+def test_every_token_gets_its_experts(renormalize, kernel):
+    moe = build(MoeSpec(F, E, K, router=RouterSpec(renormalize=renormalize), kernel=kernel))
     actual = jax.jit(lambda x: moe(x, jnp.asarray(EVERY))[0])(jnp.asarray(X))
     np.testing.assert_allclose(actual, brute_force(moe, renormalize=renormalize), atol=1e-4)
 
@@ -101,23 +101,23 @@ def test_gradients_are_those_of_all_experts_weighted():
 
     x = jnp.asarray(X)
     expected = jax.jit(jax.grad(dense, argnums=(0, 1)))(params, x)
-    for spec in (SPEC, dataclasses.replace(SPEC, dense=True)):
+    for spec in (SPEC, *(dataclasses.replace(SPEC, kernel=kernel) for kernel in ("dense", "grouped"))):
         result = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)(params, x, spec)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-3, atol=1e-4), expected, result)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_only_tpus_multiply_in_groups_by_themselves(platform):
-    def operations(dense: bool | None) -> float:
-        moe = build(dataclasses.replace(SPEC, dense=dense))
+    def operations(kernel: ExpertKernel | None) -> float:
+        moe = build(dataclasses.replace(SPEC, kernel=kernel))
         with compiling_for(platform):
             cost = jax.jit(lambda x: moe(x, jnp.asarray(EVERY))[0]).lower(jnp.asarray(X)).cost_analysis()
         assert cost is not None
         return cost["flops"]
 
     # As XLA for a CPU counts both.
-    assert operations(True) < operations(False)
-    assert operations(None) == operations(platform != "tpu")
+    assert operations("dense") < operations("ragged_dot")
+    assert operations(None) == operations("ragged_dot" if platform == "tpu" else "dense")
 
 
 def test_the_router_computes_in_float32():

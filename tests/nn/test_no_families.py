@@ -10,8 +10,8 @@ import lm_trainer.nn
 def families() -> set[str]:
     """Words of the names of families: `gpt` and `neox` of `gpt_neox`."""
     names = [config.model_fields["type"].default for config in lm_trainer.models.MODEL_CONFIGS]
-    # A kind of layer, and the start of random numbers, which parts may name.
-    return {word for name in names for word in re.findall("[a-z]+", name)} - {"moe", "seed"}
+    # A kind of layer, the start of random numbers, and words of everyday language, which parts may name.
+    return {word for name in names for word in re.findall("[a-z]+", name)} - {"moe", "seed", "next", "v"}
 
 
 def test_parts_name_no_family():

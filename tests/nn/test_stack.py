@@ -14,10 +14,9 @@ from lm_trainer.nn.stack import unstack
 from tests.compiling import quick_jit
 from tests.nn.common import BLOCK, init, make_batch, make_spec
 
+assert BLOCK.mlp is not None
 OTHER = dataclasses.replace(BLOCK, mlp=dataclasses.replace(BLOCK.mlp, hidden_dim=8, activation="relu"))
-LAYERED = dataclasses.replace(
-    BLOCK, attention=dataclasses.replace(BLOCK.attention, scores=ScoreSpec(inverse_layer=True))
-)
+LAYERED = dataclasses.replace(BLOCK, mixer=dataclasses.replace(BLOCK.attention, scores=ScoreSpec(inverse_layer=True)))
 PATTERNS = {
     "one": (BLOCK,),
     "same": (BLOCK,) * 3,

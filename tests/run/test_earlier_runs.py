@@ -107,6 +107,13 @@ def test_newer_keys_leave_the_id_of_a_run_as_it_was() -> None:
         )
 
 
+@pytest.mark.parametrize(("family", "expected"), [("mixtral", "128f0a67"), ("qwen3_moe", "bb7490d4")])
+def test_newer_settings_of_a_family_leave_the_id_of_a_run_as_it_was(family: str, expected: str) -> None:
+    assert config_hash(RunConfig.model_validate({"model": {"type": family}})) == expected
+    for change in ({"expert_kernel": "grouped"}, {"lbl_over": "batch"}, {"selection_bias_rate": 0.0}):
+        assert config_hash(RunConfig.model_validate({"model": {"type": family, **change}})) != expected
+
+
 def test_the_former_spelling_is_read_and_said_once(in_tmp_path: Path) -> None:
     file = in_tmp_path / "run.yaml"
     file.write_text("trainer:\n  determinism: layerwise\n")

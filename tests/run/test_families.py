@@ -1,8 +1,8 @@
 """Every family trains to the same bits on one device and on several, with dropout where it has any.
 
-Two are compared on eight devices, one with dropout and one with experts, the others on two. Families without a part of
-their own are compared among the exhaustive tests, and so are on eight devices those that bring most parts, with all
-parameters and with those of one layer gathered at a time.
+Four are compared on eight devices, with dropout, with experts, with latent attention and with a recurrence, the others
+on two. Families without a part of their own are compared among the exhaustive tests, and so are on eight devices those
+that bring most parts, with all parameters and with those of one layer gathered at a time.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tests.models.common import SEQ, TINY, VOCAB, WITHOUT_OWN_PARTS, change
 from tests.run.conftest import MakeConfig
 
 STEPS, ROWS = 3, 8
-EIGHT = ("gpt2", "mixtral")
-MOST_PARTS = ("llama", "gemma3", "mpt", "backpack", "cohere2", "apertus")
+EIGHT = ("gpt2", "mixtral", "deepseek_v3", "mamba2")
+MOST_PARTS = ("llama", "gemma3", "mpt", "backpack", "cohere2", "apertus", "deepseek_v3", "mamba2")
 
 
 def train(path: Path, devices: int) -> tuple[list[bytes], dict[str, bytes]]:
@@ -49,7 +49,7 @@ def train(path: Path, devices: int) -> tuple[list[bytes], dict[str, bytes]]:
 
 def cases() -> list[Any]:
     """Each family with a number of devices."""
-    rare = [(name, 2) for name in WITHOUT_OWN_PARTS] + [(name, 8) for name in MOST_PARTS]
+    rare = [(name, 2) for name in WITHOUT_OWN_PARTS] + [(name, 8) for name in MOST_PARTS if name not in EIGHT]
     common = [(name, 8 if name in EIGHT else 2) for name in TINY if name not in WITHOUT_OWN_PARTS]
     marked = [(pytest.mark.slow, each) for each in common] + [(pytest.mark.exhaustive, case) for case in rare]
     return [pytest.param(TINY[name], number, id=f"{name}-{number}", marks=mark) for mark, (name, number) in marked]

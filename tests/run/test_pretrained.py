@@ -146,7 +146,7 @@ def test_a_model_section_of_its_own_must_describe_the_checkpoint(base: Path) -> 
 
 def test_true_is_the_reference_checkpoint(base: Path) -> None:
     reference = {"type": "llama", "reference_checkpoint": str(base)}
-    assert resolve_start(config(True, use_hf_model_config=True, model=reference)).config.model.hidden_dim == 32
+    assert resolve_start(config(True, use_hf_model_config=True, model=reference)).config.model.hidden_dim == 32  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(UserError, match="NousResearch/Llama-2-7b-hf"):  # the hub is switched off
         resolve_start(config(True, model={"type": "llama"}))
     with pytest.raises(UserError, match=r"model\.reference_checkpoint"):

@@ -16,6 +16,8 @@ from pydantic import ValidationError
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.decoder import Decoder
+from lm_trainer.nn.expert_spec import MoeSpec
+from lm_trainer.nn.spec import BlockSpec
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.model import loss_function, trace_module
 from lm_trainer.run.build.setup import TrainingSetup, build_setup, plan_training
@@ -31,25 +33,34 @@ SIZES = {"seq_len": SEQ, "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "sca
 GPT2 = {"type": "gpt2", **SIZES, "resid_pdrop": 0.0, "embed_pdrop": 0.0, "gradient_checkpointing": False}
 LLAMA = {"type": "llama", **SIZES, "num_kv_heads": 1, "intermediate_dim": 32, "gradient_checkpointing": False}
 MISTRAL = {**LLAMA, "type": "mistral", "sliding_window": 9}
+LATENT: dict[str, Any] = {
+    "type": "minicpm3", **SIZES, "intermediate_dim": 48, "kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4, "v_head_dim": 8, "gradient_checkpointing": False,
+}  # fmt: skip
 RING = {"attn_backend": "ring", "flash_attention_block_size": 2}
 MIXTRAL = {**LLAMA, "type": "mixtral", "lbl_coef": 0.05, "rzl_coef": 0.01, "n_routed_experts": 4}
 ONE_MICROBATCH: dict[str, Any] = {"elastic_shards": 1, "train_batch_size": ROWS}
+
+
+def expert_spec(block: BlockSpec) -> MoeSpec:
+    assert isinstance(block.mlp, MoeSpec)
+    return block.mlp
 
 
 def setup(model: dict[str, Any], devices: int, *, optimizer: str = "adam", **trainer: Any) -> TrainingSetup:
     """A model with `dense: false` computes its experts in groups, which a CPU otherwise does not."""
     config = RunConfig.model_validate(
         {
-            "model": {key: value for key, value in model.items() if key != "dense"},
+            "model": {key: value for key, value in model.items() if key != "kernel"},
             "data": {"tokenizer": "bytes"},
             "trainer": {**ONE_MICROBATCH, **trainer},
             "optimizer": {"type": optimizer, "learning_rate": 1e-2, "warmup": 0},
         }
     )
-    if "dense" not in model:
+    if "kernel" not in model:
         return build_setup(config, VOCAB, jax.devices()[:devices])
     spec = config.model.spec(VOCAB)
-    blocks = tuple(replace(block, mlp=replace(block.mlp, dense=model["dense"])) for block in spec.blocks)
+    blocks = tuple(replace(block, mlp=replace(expert_spec(block), kernel=model["kernel"])) for block in spec.blocks)
     grouped = trace_module(lambda: Decoder(replace(spec, blocks=blocks), rngs=nnx.Rngs(0)), np.float32)
     return plan_training(
         config.trainer, config.optimizer, grouped, loss_function(config), devices=jax.devices()[:devices]
@@ -130,7 +141,7 @@ def test_layers_cut_over_devices_compute_the_same() -> None:
         (LLAMA, {"context": 2, "model": 2}, {}),
         (LLAMA, {"context": 2}, {"mp": "p=f32,c=bfloat16"}),
         (MIXTRAL, {"expert": 2, "context": 2}, {}),
-        (MIXTRAL | {"dense": False}, {"expert": 2}, {}),
+        (MIXTRAL | {"kernel": "ragged_dot"}, {"expert": 2}, {}),
         (MIXTRAL, {"expert": 2, "model": 2}, {}),
         (GPT2 | {"num_layers": 4, "gradient_checkpointing": True}, {"pipeline": 4}, {}),
         (GPT2, {"pipeline": 2, "context": 2}, {}),
@@ -143,6 +154,8 @@ def test_layers_cut_over_devices_compute_the_same() -> None:
         (MIXTRAL | RING, {"expert": 2, "context": 2}, {}),
         (GPT2 | RING, {"pipeline": 2, "context": 2}, {}),
         (MISTRAL | RING, {"context": 1}, {}),
+        (LATENT, {"context": 2, "model": 2}, {}),
+        (LATENT | RING, {"context": 2}, {}),
     ],
     ids=lambda value: "-".join(map(str, value.get("type", value) if isinstance(value, dict) else value)),
 )

@@ -80,7 +80,7 @@ def updated(config: Optimizer, devices: int, fsdp: bool, shapes: Shapes = SHAPES
     named = {name: Param(name, shape, axes) for name, (shape, axes) in shapes.items()}
     tx = config.build(named)
     sharding = plan_state_sharding(abstract, tx, param_shardings, mesh)
-    update = choose_update(UpdateRule(config, tx), named, abstract, sharding.trained, mesh)
+    update = choose_update(UpdateRule(config, tx), named, abstract, sharding.trained, mesh, {})
     rng = np.random.default_rng(0)
 
     def values() -> dict[str, jax.Array]:

@@ -8,7 +8,8 @@ from lm_trainer.config.imports.levanter import LEVANTER
 from lm_trainer.config.imports.litgpt import LITGPT
 from lm_trainer.config.imports.nanogpt import NANOGPT
 from lm_trainer.config.imports.torchtitan import TORCHTITAN
+from lm_trainer.config.imports.trl import TRL
 
-DIALECTS: tuple[Dialect, ...] = (NANOGPT, TORCHTITAN, LITGPT, AXOLOTL, LEVANTER)
+DIALECTS: tuple[Dialect, ...] = (NANOGPT, TORCHTITAN, LITGPT, AXOLOTL, TRL, LEVANTER)
 
 __all__ = ["DIALECTS", "Dialect"]

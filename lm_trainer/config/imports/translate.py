@@ -46,20 +46,25 @@ class Translation:
         return "\n".join(lines) + "\n" + yaml.safe_dump(self.data, sort_keys=False, allow_unicode=True)
 
 
-def translate(file: Path, root: type[Config], name: str | None = None) -> Translation:
+def translate(file: Path, root: type[Config], name: str | None = None, *, processes: int | None = None) -> Translation:
     """Reads a configuration of another framework, and translates it to our keys.
 
     Args:
         file: path of a YAML, JSON, TOML or Python file. Python assignments are parsed, but not run.
         root: our configuration class.
         name: name of the framework; None recognises it by its keys.
+        processes: number of devices that shared a batch, for frameworks whose files do not have it.
 
     Raises:
-        UserError: if the file cannot be read, or its framework is unclear.
+        UserError: if the file cannot be read, its framework is unclear, or it has no use for `processes`.
     """
     data, skipped = read_foreign(file)
     flattened = flatten(data)
     dialect = find_dialect(file, set(flattened), name, root)
+    if processes is not None:
+        if PROCESSES not in dialect.keys:
+            raise UserError(f"--processes: the batch of {dialect.name} does not depend on it; leave it out")
+        flattened[PROCESSES] = processes
     settings = dict(dialect.always)
     lost = [(line, "a value that only running the file tells") for line in skipped]
     # Unset keys have no effect.
@@ -83,6 +88,8 @@ def translate(file: Path, root: type[Config], name: str | None = None) -> Transl
     return Translation(dialect.name, translated, tuple(dict.fromkeys([*lost, *refused])))
 
 
+PROCESSES = "num_processes"
+"""Key of accelerate's YAML with the number of devices that share a batch."""
 _SOURCES = {"train_urls", "id", "source", "configs"}
 """Keys of `data` that select the training data."""
 

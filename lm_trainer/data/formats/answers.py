@@ -51,9 +51,7 @@ class AnswerFormat(FormatConfig):
     has_prompts: ClassVar[bool] = True
     # Added by `encode` to texts. Templates write it themselves.
     adds_bos: ClassVar[bool] = False
-
-    def settings_for_cache(self) -> dict[str, object]:
-        return self.model_dump(exclude={"on_too_long"})
+    row_keys: ClassVar[frozenset[str]] = frozenset({"on_too_long"})
 
     def identity(self, tokenizer: Tokenizer) -> dict[str, object] | None:
         assert isinstance(tokenizer, HfTokenizer)

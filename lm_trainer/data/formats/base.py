@@ -64,6 +64,9 @@ class FormatConfig(Config):
     later_keys: ClassVar[frozenset[str]] = frozenset()
     """Keys added in later versions. Unset keys are left out of the identity, so that older caches are still found."""
 
+    row_keys: ClassVar[frozenset[str]] = frozenset()
+    """Keys that determine how documents become training rows. They are left out of the identity of a cache."""
+
     @property
     def features_shape(self) -> tuple[int, int] | None:
         """Number of frames and channels of the audio features of a document; None if rows have only text."""
@@ -85,7 +88,12 @@ class FormatConfig(Config):
 
     def settings_for_cache(self) -> dict[str, object]:
         """Returns the settings that determine the bytes of a cache."""
-        return self.model_dump(exclude=set(self.later_keys - self.changed_fields))
+        return self.model_dump(exclude={*(self.later_keys - self.changed_fields), *self.row_keys})
+
+    def notes(self, tokenizer: Tokenizer) -> list[str]:
+        """Returns notes for the user about the format with this tokenizer, which are shown when a cache is built."""
+        del tokenizer
+        return []
 
     @abstractmethod
     def fields(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ Shape letters: T tokens of a conversation.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, Self
 
@@ -16,8 +16,9 @@ from pydantic import model_validator
 from lm_trainer.core.config import LocalPath
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import local_path
-from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, UnusableRow
+from lm_trainer.data.formats.base import EncodedDocument, PreparedRow, UnusableRow
 from lm_trainer.data.formats.template import ChatTemplate, Rendered
+from lm_trainer.data.formats.too_long import ConversationFormat
 from lm_trainer.data.sources import Row
 from lm_trainer.data.sources.base import json_type_name, replace_surrogates
 from lm_trainer.data.tokenizer import HfTokenizer, Tokenizer
@@ -33,7 +34,7 @@ Message = dict[str, object]
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
-class ChatFormat(FormatConfig):
+class ChatFormat(ConversationFormat):
     """Every row is a list of messages with a `role` and a `content`.
 
     The chat template renders them as one text and marks the assistant's words with `{% generation %}`.
@@ -52,27 +53,39 @@ class ChatFormat(FormatConfig):
     tools_field: str | None = None
     """The field with the list of a conversation's tools; null passes no tools to the template."""
     chat_template: LocalPath | None = None
-    """A Jinja template, or the path of a template file. The default is the template of the tokenizer."""
+    """A Jinja template, the path of a template file, or the name of one of the tokenizer's templates, such as
+    `tool_use`. The default is the template of the tokenizer."""
     mask_user_turns: bool = True
     """True to exclude all tokens from the loss except those the template marks as the assistant's."""
+    last_turn_only: bool = False
+    """True to count only the assistant's messages after the last message of the user."""
+    turn_mask_field: str | None = None
+    """The field of an assistant's message that tells whether it counts, such as `weight` in OpenAI's records, or
+    `train`: true or 1, or false or 0. Messages without the field count."""
 
-    has_loss_mask: ClassVar[bool] = True
-    has_prompts: ClassVar[bool] = True
     # Templates write the BOS token themselves.
     adds_bos: ClassVar[bool] = False
-    later_keys: ClassVar[frozenset[str]] = frozenset({"role_field", "content_field", "roles"})
+    later_keys: ClassVar[frozenset[str]] = frozenset(
+        {"role_field", "content_field", "roles", "last_turn_only", "turn_mask_field"}
+    )
+    refused_keys: ClassVar[Mapping[str, str]] = {
+        "train_on_inputs": "true is mask_user_turns: false, with which every token counts; false is the default"
+    }
 
     @model_validator(mode="after")
     def _check_fields_differ(self) -> Self:
         if self.messages_field == self.tools_field:
             raise ValueError(f"messages_field and tools_field are both {self.tools_field!r}; name two fields")
+        if not self.mask_user_turns and (self.last_turn_only or self.turn_mask_field is not None):
+            key = "last_turn_only" if self.last_turn_only else "turn_mask_field"
+            raise ValueError(f"{key} has no effect with mask_user_turns: false, with which every token counts")
         return self
 
     def fields(self) -> tuple[str, ...]:
         return (self.messages_field,) if self.tools_field is None else (self.messages_field, self.tools_field)
 
     def identity(self, tokenizer: Tokenizer) -> dict[str, object] | None:
-        unused = {"tools_field", *self.later_keys} - self.changed_fields
+        unused = ({"tools_field", *self.later_keys} - self.changed_fields) | self.row_keys
         return {**self.model_dump(exclude=unused), "chat_template": self._compile_template(tokenizer).source}
 
     def prepare(self, row: Row) -> PreparedRow:
@@ -122,10 +135,60 @@ class ChatFormat(FormatConfig):
         ids, spans = tokenize_rendered(rendered, tokenizer)
         in_loss_T = np.ones(len(ids), bool)
         if self.mask_user_turns:
-            in_loss_T = mark_answer_tokens(spans, rendered.answers)
+            try:
+                answers = self._select_turns(conversation[0], rendered.answers)
+            except UnusableRow as error:
+                return error
+            in_loss_T = mark_answer_tokens(spans, answers)
             if not in_loss_T.any():
                 return UnusableRow("the assistant says nothing in this conversation")
         return EncodedDocument(ids, in_loss_T)
+
+    def _select_turns(self, messages: list[Message], answers: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Returns the answers that count.
+
+        Args:
+            messages: the messages of a conversation.
+            answers: ranges of characters that the template marks, one for each message of the assistant.
+
+        Raises:
+            UnusableRow: if answers cannot be assigned to messages, or a mask is neither true nor false.
+        """
+        if not self.last_turn_only and self.turn_mask_field is None:
+            return answers
+        roles = [message["role"] for message in messages]
+        indices = [index for index, role in enumerate(roles) if role == "assistant"]
+        if len(indices) != len(answers):
+            raise UnusableRow(
+                f"the chat template marks {len(answers)} answers in a conversation with {len(indices)} messages of the "
+                f"assistant, so that they cannot be told apart"
+            )
+        first = len(roles) - roles[::-1].index("user") if self.last_turn_only and "user" in roles else 0
+        return [
+            span
+            for index, span in zip(indices, answers, strict=True)
+            if index >= first and self._counts(messages[index], f"message {index} of {self.messages_field!r}")
+        ]
+
+    def _counts(self, message: Message, location: str) -> bool:
+        value = True if self.turn_mask_field is None else message.get(self.turn_mask_field)
+        if value is None:
+            return True
+        if value not in (0, 1) or isinstance(value, str):
+            raise UnusableRow(f"the field {self.turn_mask_field!r} of {location} is {value!r}, not true or false")
+        return bool(value)
+
+    def notes(self, tokenizer: Tokenizer) -> list[str]:
+        if not self.mask_user_turns:
+            return []
+        end = find_unmarked_end(self._compile_template(tokenizer))
+        if end is None:
+            return []
+        return [
+            f"warning: the chat template writes {end!r} after an answer, but not between {{% generation %}} and "
+            f"{{% endgeneration %}}: the model will not learn to end turns; move {{% endgeneration %}} behind it in "
+            f"your own template, data.format.chat_template"
+        ]
 
     def _compile_template(self, tokenizer: Tokenizer) -> ChatTemplate:
         assert isinstance(tokenizer, HfTokenizer)
@@ -139,19 +202,40 @@ class ChatFormat(FormatConfig):
 
 
 def compile_format_template(source: str | None, tokenizer: HfTokenizer) -> ChatTemplate:
-    """Compiles the chat template of a format: a Jinja template, the path of one, or None for the tokenizer's template.
+    """Compiles the chat template of a format: a Jinja template, the path of one, the name of one of the tokenizer's
+    templates, or None for the tokenizer's default template.
 
     Raises:
         UserError: if there is no template, or it cannot be read.
     """
     if source is None:
         source = tokenizer.chat_template
+    elif source in tokenizer.named_chat_templates:
+        source = tokenizer.named_chat_templates[source]
     # A text with a Jinja tag is a template, and any other text is a path.
     elif not re.search(r"\{[%{]", source):
         source = _read_template_file(source)
     if source is None:
         raise UserError("data.format.chat_template: the tokenizer has no chat template; name one")
     return _cached_chat_template(source, tuple(tokenizer.named_tokens().items()), tuple(tokenizer.special_tokens()))
+
+
+def find_unmarked_end(template: ChatTemplate) -> str | None:
+    """Returns the text that a template writes after an answer, if the template does not mark any of it.
+
+    None if the end of an answer is marked, if nothing follows the answer, or if the template rejects the conversation
+    with which this is tried.
+    """
+    answer = "An answer."
+    messages = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": answer}]
+    try:
+        rendered = template.render(messages)
+    except UnusableRow:
+        return None
+    end = rendered.text.rfind(answer) + len(answer)
+    marked_end = max((stop for start, stop in rendered.answers if start < end), default=0)
+    unmarked = rendered.text[marked_end:]
+    return unmarked if marked_end and unmarked and not rendered.text[end:marked_end].strip() else None
 
 
 def marks_answers(template: ChatTemplate) -> bool:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import model_validator
 
-from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, TokenIds, UnusableRow
+from lm_trainer.data.formats.base import EncodedDocument, PreparedRow, TokenIds, UnusableRow
+from lm_trainer.data.formats.too_long import ConversationFormat
 from lm_trainer.data.sources import Row
 from lm_trainer.data.sources.base import json_type_name, replace_surrogates
 from lm_trainer.data.tokenizer import Tokenizer
 
 
-class SupervisedFormat(FormatConfig):
+class SupervisedFormat(ConversationFormat):
     """Every row is a prompt with its answer. Only the answer and the end-of-document token count in the loss.
 
     Prompt and answer are tokenised separately, as they are when the model is used.
@@ -34,9 +35,10 @@ class SupervisedFormat(FormatConfig):
     mask_inputs: bool = True
     """True to exclude the prompt from the loss."""
 
-    has_loss_mask: ClassVar[bool] = True
-    has_prompts: ClassVar[bool] = True
     later_keys: ClassVar[frozenset[str]] = frozenset({"context_field", "separate_context"})
+    refused_keys: ClassVar[Mapping[str, str]] = {
+        "train_on_inputs": "true is mask_inputs: false, with which every token counts; false is the default"
+    }
 
     @model_validator(mode="after")
     def _check_fields_differ(self) -> Self:
@@ -53,7 +55,7 @@ class SupervisedFormat(FormatConfig):
     def identity(self, tokenizer: Tokenizer) -> dict[str, object] | None:
         del tokenizer
         unused = {"context_field", "separate_context"} if self.context_field is None else set()
-        return self.model_dump(exclude=unused)
+        return self.model_dump(exclude={*unused, *self.row_keys})
 
     def prepare(self, row: Row) -> PreparedRow:
         record = row.record or {}

@@ -21,13 +21,15 @@ from lm_trainer.data.rows.packing import PackedRows, PackingPlan
 class PackedSet(EvalSet):
     """All documents of a held-out set.
 
-    Each document is in one row unless it is longer, and each token is predicted once.
+    Each document is in one row unless it is longer, and each token is predicted at most once.
 
     A document that begins in the training text is read from its beginning, but tokens before `first_token` are not
     predicted.
     """
 
     plan: PackingPlan
+    splits_documents: bool = True
+    """True if documents longer than a row go on in another one; False if they are cut or left out."""
 
     @property
     def num_rows(self) -> int:
@@ -54,6 +56,8 @@ class PackedSet(EvalSet):
 
     def count_split_documents(self, ends_D: np.ndarray) -> int:
         """See `EvalSet`."""
+        if not self.splits_documents:
+            return 0
         return int(np.count_nonzero(np.diff(ends_D, prepend=self.first_token) - 1 > self.seq_len))
 
     def with_stride(self, stride: int) -> EvalSet:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -26,6 +25,7 @@ from lm_trainer.data.cache.format import fingerprint
 from lm_trainer.data.cache.kvstore import KvStore, parse_checked_json
 from lm_trainer.data.cache.loss_mask import IN_LOSS
 from lm_trainer.data.cache.token_stream import TokenStream
+from lm_trainer.data.formats.too_long import TooLong
 from lm_trainer.data.rows.chunks import PADDING_SEGMENT
 from lm_trainer.data.tokenize.open_cache import OpenCache
 
@@ -62,13 +62,19 @@ class PackingPlan(NamedTuple):
 
 
 def pack_best_fit(
-    lengths_D: np.ndarray, seq_len: int, stop: int | None = None, group: int = GROUP, first: int = 0
+    lengths_D: np.ndarray,
+    seq_len: int,
+    stop: int | None = None,
+    group: int = GROUP,
+    first: int = 0,
+    *,
+    too_long: TooLong = "split",
 ) -> PackingPlan:
     """Packs documents without splitting any that fit: best fit, longest first, within each group of documents.
 
-    A document of n tokens takes n - 1 positions, because its last token is only a target. A document longer than a row
-    is split into full rows, and its remainder is packed like a document (Ding et al., "Fewer truncations improve
-    language modeling", 2024). Documents of one token take no position and appear in no row.
+    A document of n tokens takes n - 1 positions, because its last token is only a target. By default, a document longer
+    than a row is split into full rows, and its remainder is packed like a document (Ding et al., "Fewer truncations
+    improve language modeling", 2024). Documents of one token take no position and appear in no row.
 
     Args:
         lengths_D: int64, number of tokens of each document of a stream, including its end-of-document token.
@@ -77,6 +83,7 @@ def pack_best_fit(
         group: number of documents in a group.
         first: first token that must be a target. Its document is read from the beginning or, if it is longer than a
             row, from the preceding split.
+        too_long: treatment of documents that are longer than a row; `raise` is the same as `split` here.
     """
     starts_D = np.cumsum(lengths_D) - lengths_D
     if first:
@@ -89,12 +96,26 @@ def pack_best_fit(
         selected = starts_D < stop
         starts_D = starts_D[selected]
         lengths_D = np.minimum(lengths_D[selected], stop - starts_D)
+    starts_D, lengths_D = _fit_documents(starts_D, lengths_D, seq_len, too_long)
     groups = [
         _pack_group(starts_D[first : first + group], lengths_D[first : first + group] - 1, seq_len)
         for first in range(0, len(lengths_D), group)
     ]
+    groups = groups or [(np.zeros(0, np.int64),) * 3]
     starts, lengths, counts = (np.concatenate([np.zeros(0, np.int64), *arrays]) for arrays in zip(*groups, strict=True))
     return PackingPlan(starts, lengths.astype(np.int32), np.concatenate([[0], np.cumsum(counts)]))
+
+
+def _fit_documents(
+    starts_D: np.ndarray, lengths_D: np.ndarray, seq_len: int, too_long: TooLong
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the starts and lengths of the parts of documents to pack. Only `split` leaves any longer than a row."""
+    excess_D = np.maximum(lengths_D - 1 - seq_len, 0)
+    if too_long == "skip":
+        return starts_D[excess_D == 0], lengths_D[excess_D == 0]
+    if too_long == "left":
+        return starts_D + excess_D, lengths_D - excess_D
+    return starts_D, lengths_D - excess_D if too_long == "right" else lengths_D
 
 
 def _pack_group(starts_D: np.ndarray, inputs_D: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -142,7 +163,9 @@ def _read_stored_plan(store: KvStore, key: str) -> dict[str, Any] | None:
     return figures if isinstance(figures, dict) and {"pieces", "rows"} <= figures.keys() else None
 
 
-def open_packing_plan(cache: OpenCache, seq_len: int, stop: int | None = None, first: int = 0) -> PackingPlan:
+def open_packing_plan(
+    cache: OpenCache, seq_len: int, stop: int | None = None, first: int = 0, *, too_long: TooLong = "split"
+) -> PackingPlan:
     """Reads the plan of a cache for one row length. The first call computes the plan and stores it in the cache.
 
     Args:
@@ -150,11 +173,14 @@ def open_packing_plan(cache: OpenCache, seq_len: int, stop: int | None = None, f
         seq_len: number of inputs of a row.
         stop: see `pack_best_fit`.
         first: see `pack_best_fit`.
+        too_long: see `pack_best_fit`.
     """
     store = cache.store
     # The key includes all inputs of the plan, so the plan never has to be checked against the tokens.
     excluded = [] if cache.exclusion is None else [cache.exclusion.digest]
-    parts = [{"first": first}] if first else []
+    parts: list[dict[str, object]] = [{"first": first}] if first else []
+    if too_long not in ("split", "raise"):
+        parts.append({"too_long": too_long})
     key = f"packing/{fingerprint([_FORMAT, cache.ledger.sha256, seq_len, stop, GROUP, *excluded, *parts])}"
     record = _read_stored_plan(store, f"{key}.json")
     if record is not None:
@@ -166,7 +192,7 @@ def open_packing_plan(cache: OpenCache, seq_len: int, stop: int | None = None, f
         if content is not None and _sha256(content) == record.get("sha256"):
             return PackingPlan.from_bytes(content, record["pieces"], record["rows"])
     # Computed in this process, because a million documents take a second of CPU time, once for all runs.
-    plan = pack_best_fit(cache.document_lengths(), seq_len, stop, first=first)
+    plan = pack_best_fit(cache.document_lengths(), seq_len, stop, first=first, too_long=too_long)
     content = plan.to_bytes()
     # If the cache is read-only for this user, the plan is recomputed at the next start.
     with contextlib.suppress(UserError):
@@ -271,47 +297,3 @@ class PackedRows:
         for begin, length, position in zip(begins_P.tolist(), lengths_P.tolist(), offsets_P.tolist(), strict=True):
             tokens[position : position + length] = buffer[begin : begin + length]
             targets[position : position + length] = buffer[begin + 1 : begin + length + 1]
-
-
-class PackingStats(NamedTuple):
-    """Utilisation of rows of one length by documents."""
-
-    rows: int
-    used: float
-    """Fraction of positions with a target in the loss."""
-    cut: float
-    """Fraction of documents that are split over several rows."""
-
-
-def packing_stats(
-    lengths_D: np.ndarray, seq_len: int, targets: Callable[[int], int] | None = None
-) -> dict[str, PackingStats]:
-    """Computes the utilisation of rows under `data.packing: concat` and `best_fit`, keyed by these names.
-
-    Args:
-        lengths_D: int64, number of tokens of each document of a stream, including its end-of-document token.
-        seq_len: number of inputs of a row.
-        targets: returns the number of loss targets among the first N tokens; None counts every token but the first
-            of each document.
-    """
-    ends_D = np.cumsum(lengths_D)
-    starts_D, tokens = ends_D - lengths_D, int(ends_D[-1])
-    if targets is None:
-        targets = lambda count: count - int((starts_D < count).sum())  # noqa: E731
-    chunks = tokens // seq_len
-    # The last token of a document is only the target of the position before it, so it may fall into the next row.
-    crossing = int((starts_D // seq_len != np.maximum(ends_D - 2, starts_D) // seq_len).sum())
-    num_positions = chunks * seq_len
-    plan = pack_best_fit(lengths_D, seq_len)
-    return {
-        "concat": PackingStats(
-            chunks,
-            targets(min(num_positions + 1, tokens)) / num_positions if num_positions else 0.0,
-            crossing / len(lengths_D),
-        ),
-        "best_fit": PackingStats(
-            plan.num_rows,
-            targets(tokens) / max(plan.num_rows * seq_len, 1),
-            int((lengths_D - 1 > seq_len).sum()) / len(lengths_D),
-        ),
-    }

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lm_trainer.core.errors import UserError
 from lm_trainer.data.formats.answers import AnswerFormat
+from lm_trainer.data.rows.long_examples import LongExamples
 from lm_trainer.data.rows.packing import PackingPlan, pack_best_fit
 from lm_trainer.data.tokenize.open_cache import OpenCache
 
@@ -27,6 +27,10 @@ class PairPlan(NamedTuple):
     """Number of pairs that are longer than a row, and left out."""
     longest: int
     """Number of positions of the longest pair."""
+
+    def long_examples(self, format: AnswerFormat) -> LongExamples:
+        """Returns the numbers of pairs with the treatment of the format."""
+        return LongExamples(self.pairs, self.too_long, self.longest, format.on_too_long, format.content)
 
 
 def pack_pairs(lengths_D: np.ndarray, seq_len: int) -> PairPlan:
@@ -70,10 +74,5 @@ def open_pair_plan(title: str, cache: OpenCache, format: AnswerFormat, seq_len: 
         UserError: if all pairs are longer than a row, or any is and the format does not skip such pairs.
     """
     packed = pack_pairs(cache.document_lengths(), seq_len)
-    if packed.too_long and (format.on_too_long == "raise" or packed.too_long == packed.pairs):
-        skip = "" if packed.too_long == packed.pairs else ", or set data.format.on_too_long: skip to leave them out"
-        raise UserError(
-            f"{title}: {packed.too_long:,} of {packed.pairs:,} {format.content} are longer than a row of "
-            f"model.seq_len={seq_len}; raise it to {packed.longest:,}{skip}"
-        )
+    packed.long_examples(format).check(title, seq_len)
     return packed

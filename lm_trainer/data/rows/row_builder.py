@@ -22,9 +22,10 @@ from lm_trainer.data.rows.chunks import Chunks
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.rows.grain_rows import GrainRows
 from lm_trainer.data.rows.growing_order import POLL_SECONDS
+from lm_trainer.data.rows.long_examples import LongExamples, count_long_documents
 from lm_trainer.data.rows.order import Rows, TrainSet
 from lm_trainer.data.rows.packed_set import PackedSet
-from lm_trainer.data.rows.packing import PackedRows, open_packing_plan
+from lm_trainer.data.rows.packing import PackedRows, PackingPlan, open_packing_plan
 from lm_trainer.data.rows.pair_packing import PairPlan, open_pair_plan
 from lm_trainer.data.shuffle import NoShuffle, derive_seed
 from lm_trainer.data.sources.grain_pipeline import GrainPipeline
@@ -71,16 +72,15 @@ class RowBuilder:
         rows: Rows = chunks
         num_rows = chunks.num_rows if stop is None else stop // self.seq_len
         if config.packing_of(name) == "best_fit":
-            plan = open_packing_plan(cache, self.seq_len, stop)
+            plan = self._document_plan(name, cache, stop=stop)
             rows = PackedRows(cache.stream, plan, self.seq_len, self.tokenizer.eos_id)
             num_rows = rows.num_rows
         return TrainSet(name, rows, num_rows, config.shuffle_config, seed)
 
     def _audio_rows(self, name: str, cache: OpenCache, format: AudioFormat) -> AudioRows:
-        title = "the data" if name == SINGLE_SET else f"the set {name}"
         max_bad = self.config.max_bad_rows if self.config.on_bad_row == "skip" else None
         return open_audio_rows(
-            title, cache, format, seq_len=self.seq_len, eos_id=self.tokenizer.eos_id, max_bad=max_bad
+            self._title(name), cache, format, seq_len=self.seq_len, eos_id=self.tokenizer.eos_id, max_bad=max_bad
         )
 
     def _audio_train_set(self, name: str, audio_rows: AudioRows, format: AudioFormat, held_out: int) -> TrainSet:
@@ -97,10 +97,26 @@ class RowBuilder:
         packed = self.pack_pairs(name, cache, format)
         return PackedRows(cache.stream, packed.plan, self.seq_len, self.tokenizer.eos_id)
 
+    def _document_plan(self, name: str, cache: OpenCache, *, stop: int | None = None, first: int = 0) -> PackingPlan:
+        """Packs the documents of a set, which must be complete. Raises `UserError` as `LongExamples.check`."""
+        too_long = self.config.too_long_of(name)
+        if too_long in ("skip", "raise"):
+            self.count_long_examples(name, cache).check(self._title(name), self.seq_len)
+        return open_packing_plan(cache, self.seq_len, stop, first, too_long=too_long)
+
+    def count_long_examples(self, name: str, cache: OpenCache) -> LongExamples:
+        """Counts the documents or pairs of a set that are longer than a row. The set must be complete."""
+        format = self.config.sets[name].format
+        if isinstance(format, AnswerFormat):
+            return self.pack_pairs(name, cache, format).long_examples(format)
+        return count_long_documents(cache.document_lengths(), self.seq_len, self.config.too_long_of(name))
+
     def pack_pairs(self, name: str, cache: OpenCache, format: AnswerFormat) -> PairPlan:
         """Packs the pairs of a set, which must be complete. Raises `UserError` as `open_pair_plan`."""
-        title = "the data" if name == SINGLE_SET else f"the set {name}"
-        return open_pair_plan(title, cache, format, self.seq_len)
+        return open_pair_plan(self._title(name), cache, format, self.seq_len)
+
+    def _title(self, name: str) -> str:
+        return "the data" if name == SINGLE_SET else f"the set {name}"
 
     def _grain_train_set(self, name: str) -> TrainSet:
         """Returns a set of the rows that a Grain pipeline makes, in the pipeline's order."""
@@ -200,7 +216,8 @@ class RowBuilder:
         if isinstance(config.format, AnswerFormat):
             make = partial(PackedSet, plan=self.pack_pairs(name, cache, config.format).plan)
         elif self.config.packing_of(name) == "best_fit":
-            make = partial(PackedSet, plan=open_packing_plan(cache, self.seq_len, first=first))
+            splits = self.config.too_long_of(name) == "split"
+            make = partial(PackedSet, plan=self._document_plan(name, cache, first=first), splits_documents=splits)
         return make(
             title,
             cache.stream,

@@ -7,7 +7,7 @@ from typing import IO, TYPE_CHECKING, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.arrow_rows import check_columns, iter_batch_rows, translate_arrow_error
-from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard
+from lm_trainer.data.sources.base import ALL_FIELDS, BadRow, FileShard, FileSource, Row, Shard
 from lm_trainer.data.sources.files import File, group_files, open_seekable
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def _iter_batches(file: File, stream: IO[bytes], columns: Sequence[str]) -> Iter
 
     try:
         schema = _open_arrow(stream, None).schema
+        columns = schema.names if columns == ALL_FIELDS else columns
         check_columns(file, schema, columns)
         # To read a nested field, its full column is read.
         roots = {column if column in schema.names else column.partition(".")[0] for column in columns}

@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol
 
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
@@ -17,6 +17,9 @@ from lm_trainer.data.sources.files import File
 from lm_trainer.data.sources.urls import list_files
 
 Split = Literal["train", "validation"]
+
+ALL_FIELDS: Final = ("*",)
+"""The value of `fields` for which a row has all fields of its record."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -159,6 +162,8 @@ def refuse_archive(file: File, split: Split, *, reads_archives: bool) -> None:
 
 def read_record(value: object, text_key: str, fields: tuple[str, ...]) -> Row | BadRow:
     """Converts a record to a row without a location. See `SourceConfig.shards` for the arguments."""
+    if fields == ALL_FIELDS and isinstance(value, Mapping):
+        return Row(0, "", "", record=value)
     required = fields or field_names(text_key)
     if not isinstance(value, Mapping):
         names = " and ".join(repr(name) for name in required)

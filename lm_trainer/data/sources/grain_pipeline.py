@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
 import itertools
 import json
-import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import ModuleType
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, field_validator
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import expand_home
+from lm_trainer.core.user_code import check_reference, import_object
 from lm_trainer.data.sources.base import (
     BadRow,
     Row,
@@ -65,9 +60,7 @@ class GrainPipeline(SourceConfig):
     @field_validator("factory")
     @classmethod
     def _check_factory(cls, value: str) -> str:
-        if not re.fullmatch(r"[^:]+(\.py|\w):[A-Za-z_]\w*", value):
-            raise ValueError(f"expected package.module:function or file.py:function, got {value!r}")
-        return value
+        return check_reference(value)
 
     def shards(
         self, split: Split, urls: Sequence[str] = (), text_key: str = "text", fields: tuple[str, ...] = ()
@@ -112,38 +105,10 @@ class GrainPipeline(SourceConfig):
 
 @lru_cache(maxsize=16)
 def _import_factory(factory: str) -> Callable[..., object]:
-    module_name, _, name = factory.rpartition(":")
-    try:
-        module = _load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except ImportError as error:
-        raise UserError(
-            f"data.source.factory: cannot import {module_name}: {error}; install it, or name its file: "
-            f"path/to/file.py:{name}"
-        ) from None
-    function = getattr(module, name, None)
+    function = import_object("data.source.factory", factory)
     if not callable(function):
-        raise UserError(f"data.source.factory: there is no function {name} in {module_name}")
+        raise UserError(f"data.source.factory: {factory} is not a function")
     return function
-
-
-def _load_file(path: str) -> ModuleType:
-    full = os.path.abspath(expand_home(path))
-    if not os.path.isfile(full):
-        raise UserError(f"data.source.factory: there is no file {full}")
-    name = f"lmt_pipeline_{hashlib.sha256(full.encode()).hexdigest()[:12]}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, full)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        # Registered before it runs, like any module, since classes are looked up in their module.
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
 
 
 def num_elements(dataset: object) -> int | None:

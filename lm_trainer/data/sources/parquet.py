@@ -7,7 +7,7 @@ from typing import IO, TYPE_CHECKING, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.arrow_rows import check_columns, iter_batch_rows, translate_arrow_error
-from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard
+from lm_trainer.data.sources.base import ALL_FIELDS, BadRow, FileShard, FileSource, Row, Shard
 from lm_trainer.data.sources.files import File, group_files, open_seekable
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class ParquetShard(FileShard):
                 number += rows
             else:
                 groups.append(index)
-        for batch in _iter_batches(file, table, groups, list(self.read_fields)):
+        for batch in _iter_batches(file, table, groups, self.read_fields):
             if skipped := min(max(start - number, 0), batch.num_rows):
                 batch, number = batch.slice(skipped), number + skipped
             yield from iter_batch_rows(self, file, batch, number, file_start)
@@ -75,15 +75,17 @@ def _open_table(file: File, stream: IO[bytes], columns: tuple[str, ...]) -> pyar
         table = pyarrow.parquet.ParquetFile(stream, pre_buffer=False)
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"{file.url} is truncated or damaged, or no Parquet file: {error}") from None
-    check_columns(file, table.schema_arrow, columns)
+    if columns != ALL_FIELDS:
+        check_columns(file, table.schema_arrow, columns)
     return table
 
 
 def _iter_batches(
-    file: File, table: pyarrow.parquet.ParquetFile, groups: list[int], columns: list[str]
+    file: File, table: pyarrow.parquet.ParquetFile, groups: list[int], fields: tuple[str, ...]
 ) -> Iterator[pyarrow.RecordBatch]:
     import pyarrow
 
+    columns = None if fields == ALL_FIELDS else list(fields)
     try:
         yield from table.iter_batches(
             _num_batch_rows(table, groups), row_groups=groups, columns=columns, use_threads=False

@@ -12,6 +12,7 @@ from lm_trainer.core.credentials import COMMAND, without_credentials
 from lm_trainer.health.alerts.base import AlertKind
 from lm_trainer.health.alerts.data_wait import DataWait
 from lm_trainer.health.alerts.divergence import Divergence
+from lm_trainer.health.alerts.expert_load import ExpertLoad
 from lm_trainer.health.alerts.grad_norm import GradNorm
 from lm_trainer.health.alerts.loss_spike import LossSpike
 from lm_trainer.health.alerts.memory import DeviceMemory
@@ -36,6 +37,7 @@ class AlertsConfig(Config):
     step_time: StepTime | None = StepTime()
     data_wait: DataWait | None = DataWait()
     memory: DeviceMemory | None = DeviceMemory()
+    expert_load: ExpertLoad | None = ExpertLoad()
 
     no_progress: bool = True
     """Also alert when the watchdog (`trainer.watchdog`) detects no progress."""

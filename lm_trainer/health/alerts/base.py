@@ -16,6 +16,7 @@ Check = Callable[[Mapping[str, float]], str | None]
 
 LOSS, GRAD_NORM = "train/loss", "optim/grad_norm"
 STEP_TIME, DATA_WAIT = "throughput/step_time", "throughput/data_wait"
+EXPERT_OVERLOAD, UNUSED_EXPERTS = "train/router_batch_overload", "train/router_unused_experts"
 """Metric names. Throughput metrics are missing at steps whose time was not measured separately."""
 
 _NORMAL_MAD = 1.4826

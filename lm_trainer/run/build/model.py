@@ -11,17 +11,23 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from pydantic import TypeAdapter
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.models import AnyModel, DecoderConfig
 from lm_trainer.models.peft import module_names
 from lm_trainer.nn.lora import attach_lora, is_adapter_param
 from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, token_loss, token_nll
 from lm_trainer.nn.quantize import quantize
 from lm_trainer.nn.reference import attach_reference, is_reference_param
+from lm_trainer.nn.router import LoadParam
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.nn.stages import StagedLoss, staged_token_loss, staged_token_nll
 from lm_trainer.objectives.base import PreferenceLossConfig
+from lm_trainer.objectives.distillation import DistillationConfig
+from lm_trainer.objectives.distillation_loss import DistillationLoss
 from lm_trainer.objectives.preference import PreferenceLoss
+from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.run.config.loss_checks import has_separate_reference
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
@@ -37,11 +43,13 @@ Selection = bool | Mapping[str, bool] | Callable[[str], bool]
 def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
     """Traces the model of a configuration. The seed determines its initial values.
 
-    If the loss compares the model with a separate reference, the model contains it, with frozen parameters.
+    If the loss compares the model with a separate reference or a teacher, the model contains it, with frozen
+    parameters.
     """
     key = jax.random.fold_in(jax.random.key(config.trainer.seed), INIT_KEY)
     quantization, adapter = config.trainer.quantization, config.adapter
     names = {} if adapter is None else module_names(config.model, vocab_size)
+    teacher = _teacher_config(config)
 
     def build() -> nnx.Module:
         model = config.model.build(vocab_size, rngs=nnx.Rngs(key))
@@ -51,16 +59,33 @@ def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
             attach_reference(model, config.model.build(vocab_size, rngs=nnx.Rngs(key)))
         if quantization is not None:
             quantize(model, quantization)
+        if teacher is not None:
+            attach_reference(model, teacher.build(vocab_size, rngs=nnx.Rngs(key)))
         return model
 
     frozen = config.model.frozen_params
     trained: Selection = (lambda name: name not in frozen) if frozen else True
-    if has_separate_reference(config.loss, adapter):
+    if teacher is not None or has_separate_reference(config.loss, adapter):
         trained = lambda name: not is_reference_param(name) and name not in frozen  # noqa: E731
     if adapter is not None:
         return trace_module(build, config.trainer.mp.param_dtype, is_adapter_param)
     model = trace_module(build, config.trainer.mp.param_dtype, trained)
     return dataclasses.replace(model, constants=frozen & model.shapes.keys()) if frozen else model
+
+
+def _teacher_config(config: RunConfig) -> DecoderConfig | None:
+    """Returns the model section of the teacher; None if the loss has no teacher, or it has not been looked up."""
+    loss = config.loss
+    if not isinstance(loss, DistillationConfig) or loss.teacher_model is None:
+        return None
+    section: DecoderConfig = TypeAdapter(AnyModel).validate_python(loss.teacher_model)
+    return section
+
+
+def teacher_flops(config: RunConfig, vocab_size: int) -> int:
+    """Returns the number of FLOPs per token of the forward pass of the teacher; 0 without a teacher."""
+    teacher = _teacher_config(config)
+    return 0 if teacher is None else flops_per_token(teacher.spec(vocab_size), config.model.seq_len).forward
 
 
 def trace_module(build: Callable[[], nnx.Module], param_dtype: Any, is_trainable: Selection = True) -> ModelDef:
@@ -70,7 +95,8 @@ def trace_module(build: Callable[[], nnx.Module], param_dtype: Any, is_trainable
     def cast() -> nnx.Module:
         model = build()
         for _, variable in nnx.iter_graph(model):
-            if isinstance(variable, nnx.Param):
+            # Loads are counts, which no narrow dtype holds.
+            if isinstance(variable, nnx.Param) and not isinstance(variable, LoadParam):
                 variable.set_value(variable.get_value().astype(param_dtype))
         return model
 
@@ -110,16 +136,20 @@ class _ModuleRecorder:
         return graphdefs[0], operations, jax.tree.structure(shapes)
 
 
-def loss_function(config: RunConfig) -> NextTokenLoss | PreferenceLoss:
+def loss_function(config: RunConfig) -> NextTokenLoss | PreferenceLoss | DistillationLoss:
     """Returns the training loss in the compute dtype of the configuration."""
+    if isinstance(config.loss, DistillationConfig):
+        return DistillationLoss(config.loss, config.trainer.mp.compute_dtype, config.model.cross_entropy_block_size)
     if isinstance(config.loss, PreferenceLossConfig):
         return PreferenceLoss(config.loss, config.trainer.mp.compute_dtype, config.model.cross_entropy_block_size)
     terms = LossTerms(z_loss_weight=config.z_loss_weight)
     return next_token_loss(config.trainer.mp.compute_dtype, config.model.cross_entropy_block_size, terms)
 
 
-def evaluation_loss(config: RunConfig) -> NextTokenLoss | PreferenceLoss:
+def evaluation_loss(config: RunConfig) -> NextTokenLoss | PreferenceLoss | DistillationLoss:
     """Returns the loss for held-out sets, without the z-loss of training."""
+    if isinstance(config.loss, DistillationConfig):
+        return dataclasses.replace(loss_function(config), evaluates=True)
     if isinstance(config.loss, PreferenceLossConfig):
         return loss_function(config)
     terms = LossTerms(entropy=config.log_entropy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,7 @@ from lm_trainer.step.staged.split_loss import SplitLoss
 from lm_trainer.step.state.model_def import ModelDef, Params
 from lm_trainer.step.state.state_sharding import StateSharding, plan_state_sharding
 from lm_trainer.step.state.train_state import TrainState, fresh_params, fresh_state, state_from_params
+from lm_trainer.step.updates.load import split_loads
 from lm_trainer.step.updates.update import Metrics
 
 _SAMPLING_BLOCK = 1024
@@ -149,8 +151,10 @@ class TrainingSetup:
         """
         params = state.params
         if self.has_eval_params:
-            param_sharding = self.sharding.trained.params
-            params = jax.jit(self.optimizer.eval_params, out_shardings=param_sharding)(state.params, state.opt_state)
+            others, loads = split_loads(state.params, self.model.loads)
+            param_sharding = {name: self.sharding.trained.params[name] for name in others}
+            evaluated = jax.jit(self.optimizer.eval_params, out_shardings=param_sharding)(others, state.opt_state)
+            params = {**evaluated, **loads}
         sets = {"": params} if state.averaged is None else {"": params, AVERAGED: state.averaged}
         return {name: {**state.frozen, **weights} for name, weights in sets.items()}
 
@@ -277,7 +281,11 @@ def shard_state(
     )
     trained = {name: x for name, x in model.shapes.items() if name in model.trainable}
     tx = optimizer.build(model.optimizer_params())
-    return tx, plan_state_sharding(trained, tx, param_shardings, mesh)
+    if model.loads:
+        # The state of the optimizer has no arrays for parameters that it does not update.
+        init = tx.init
+        tx = tx._replace(init=lambda params: init(split_loads(params, model.loads)[0]))
+    return tx, dataclasses.replace(plan_state_sharding(trained, tx, param_shardings, mesh), loads=model.loads)
 
 
 def _check_model_parallel(plan: StepPlan, optimizer: Optimizer, model: ModelDef, mesh: Mesh) -> None:

@@ -14,7 +14,7 @@ of existing runs whose model size is between the old and the new value."""
 def with_resolved_gather(config: RunConfig, vocab_size: int) -> RunConfig:
     """Returns the configuration with `trainer.gather` resolved; `vocab_size` is the number of token embedding rows."""
     spec = config.model.spec(vocab_size)
-    by_layer = spec.encoder is None and config.loss.content == "documents"
+    by_layer = spec.encoder is None and config.loss.has_stages
     trainer = resolve_gather(config.trainer, parameter_count(spec), layers=by_layer)
     return config if trainer is config.trainer else config.model_copy(update={"trainer": trainer})
 

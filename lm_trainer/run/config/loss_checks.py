@@ -1,4 +1,4 @@
-"""Checks that a preference loss fits the other sections of a configuration."""
+"""Checks that a loss other than the default fits the other sections of a configuration."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_trainer.core.data_content import DataContent
 from lm_trainer.nn.lora_config import AnyAdapter
+from lm_trainer.objectives.distillation import DistillationConfig
 from lm_trainer.step.dispatch.model_parallel_limits import model_parallel_axes
 
 if TYPE_CHECKING:
@@ -30,11 +31,11 @@ def check_loss(config: RunConfig) -> None:
         ValueError: if they do not; names the keys and what to write.
     """
     _check_contents(config)
-    if config.loss.content == "documents":
+    if config.loss.has_stages:
         return
     name = f"loss: {config.loss.type}"
     if not config.use_hf_model_config and config.model.features_shape is not None:
-        raise ValueError(f"{name} compares answers in text, but model {config.model.type} hears; use another model")
+        raise ValueError(f"{name} is computed on text alone, but model {config.model.type} hears; use another model")
     if config.z_loss_weight or config.log_entropy:
         key = "z_loss_weight" if config.z_loss_weight else "log_entropy"
         raise ValueError(f"{key} has no effect with {name}; remove it")
@@ -44,6 +45,8 @@ def check_loss(config: RunConfig) -> None:
             f"another optimizer"
         )
     _check_trainer(config, name)
+    if isinstance(config.loss, DistillationConfig) and config.adapter is not None:
+        raise ValueError(f"adapter: {name} trains all parameters of a model; remove the adapter")
     if config.loss.has_reference:
         _check_start(config, name)
 

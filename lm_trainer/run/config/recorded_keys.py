@@ -9,9 +9,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lm_trainer.core.config import Config
+from lm_trainer.data.config import DataConfig
 from lm_trainer.run.config.default_shards import MIN_MICROBATCHES, follows_from_batch, largest_shards
+from lm_trainer.run.config.recorded_data_keys import (
+    data_with_inferred_keys,
+    data_with_recorded_keys,
+    data_without_newer_defaults,
+)
 
 if TYPE_CHECKING:
+    from lm_trainer.models.base import DecoderConfig
     from lm_trainer.run.config.trainer_config import TrainerConfig
 
 ConfigT = TypeVar("ConfigT", bound=Config)
@@ -54,18 +61,24 @@ def trainer_with_recorded_keys(trainer: TrainerConfig, recorded: Mapping[str, An
 
 
 def config_with_recorded_keys(config: ConfigT, recorded: Mapping[str, Any]) -> ConfigT:
-    """Returns the configuration with its trainer section replaced by the result of `trainer_with_recorded_keys`.
+    """Returns the configuration with which a run continues. Newer keys that are not set get their recorded values.
 
     Args:
         config: a configuration with a trainer section.
         recorded: the recorded configuration, or its numeric identity.
     """
     trainer: Any = getattr(config, "trainer")  # noqa: B009 - a section that not every `Config` has
-    return config.model_copy(update={"trainer": trainer_with_recorded_keys(trainer, recorded.get("trainer") or {})})
+    sections: dict[str, Config] = {"trainer": trainer_with_recorded_keys(trainer, recorded.get("trainer") or {})}
+    data, recorded_data = getattr(config, "data", None), recorded.get("data")
+    if isinstance(data, DataConfig) and isinstance(recorded_data, Mapping):
+        sections["data"] = data_with_recorded_keys(data, recorded_data)
+    return config.model_copy(update=sections)
 
 
 def with_inferred_keys(identity: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the numeric identity of a run, and adds the keys that are missing in its record."""
+    if isinstance(data := identity.get("data"), Mapping):
+        identity = {**identity, "data": data_with_inferred_keys(data)}
     recorded = identity.get("trainer")
     if not isinstance(recorded, Mapping):
         return dict(identity)
@@ -75,12 +88,13 @@ def with_inferred_keys(identity: Mapping[str, Any]) -> dict[str, Any]:
     return {**identity, "trainer": trainer}
 
 
-def without_newer_defaults(identity: Mapping[str, Any], trainer: TrainerConfig) -> dict[str, Any]:
+def without_newer_defaults(identity: Mapping[str, Any], trainer: TrainerConfig, model: DecoderConfig) -> dict[str, Any]:
     """Returns a numeric identity without newer keys and newer defaults, as older versions would have recorded it.
 
     Args:
         identity: numeric identity of the configuration.
         trainer: trainer section of the configuration.
+        model: model section of the configuration.
     """
     recorded, fields = dict(identity["trainer"]), type(trainer).model_fields
     if trainer.gather == "layer":
@@ -92,6 +106,11 @@ def without_newer_defaults(identity: Mapping[str, Any], trainer: TrainerConfig) 
     if follows_from_batch(trainer):
         recorded["elastic_shards"] = largest_shards(trainer, MIN_MICROBATCHES)
     sections = {key: value for key, value in identity.items() if (key, value) != ("loss", _ONLY_LOSS)}
+    if isinstance(data := identity.get("data"), Mapping):
+        sections["data"] = data_without_newer_defaults(data)
+    if isinstance(recorded_model := sections.get("model"), Mapping):
+        newer = {n for n in model.newer_fields if getattr(model, n) == type(model).model_fields[n].default}
+        sections["model"] = {key: value for key, value in recorded_model.items() if key not in newer}
     return {**sections, "trainer": recorded}
 
 

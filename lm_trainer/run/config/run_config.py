@@ -137,6 +137,9 @@ class RunConfig(Config):
         # With `use_hf_model_config` the model is not known yet.
         if self.use_hf_model_config or not model_parallel_axes(sizes):
             return self
+        if self.model.own_code:
+            keys = ", ".join(f"{axis}_axis_size={sizes[axis]}" for axis in model_parallel_axes(sizes))
+            raise ValueError(f"trainer: {keys} cannot split a model with code of your own; set it to 1")
         try:
             check_length(self.model.seq_len, sizes)
             check_model_parallel(self.model.spec(vocab_size=1), plan.microbatch_rows, sizes)
@@ -190,7 +193,7 @@ def numeric_identity(config: Config) -> dict[str, Any]:
 
 def config_hash(config: RunConfig) -> str:
     """Returns eight hexadecimal digits that are the same for configurations with the same numerical results."""
-    text = json.dumps(without_newer_defaults(numeric_identity(config), config.trainer), sort_keys=True)
+    text = json.dumps(without_newer_defaults(numeric_identity(config), config.trainer, config.model), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 

@@ -16,11 +16,10 @@ from lm_trainer.core.bucket_files import download_objects
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.files import write_atomically
 from lm_trainer.health.signals import SAVE_NOW, STOP_AFTER_SAVE
+from lm_trainer.run.files.records import COPY_DIRECTORY
 
 logger = logging.getLogger(__name__)
 
-COPY_DIRECTORY = "run"
-"""Name of the directory with the copy, next to the checkpoints of the run."""
 _ORIGIN = ".copy"
 _LOCAL_FILES = (".lock", SAVE_NOW, STOP_AFTER_SAVE)
 """Files that are not copied. A copied request would be executed a second time on the machine that fetches the copy."""

@@ -27,7 +27,7 @@ from lm_trainer.run.config.run_config import RunConfig, config_hash, numeric_dif
 from lm_trainer.run.config.run_id import explain_invalid_run_id
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.branch import BRANCH, BranchPoint
-from lm_trainer.run.files.bucket_mirror import COPY_DIRECTORY, BucketMirror
+from lm_trainer.run.files.bucket_mirror import BucketMirror
 from lm_trainer.run.files.environment import (
     continued_attempt_notes,
     describe_environment,
@@ -35,6 +35,7 @@ from lm_trainer.run.files.environment import (
     num_cpu_threads_for_rerun,
 )
 from lm_trainer.run.files.records import (
+    COPY_DIRECTORY,
     ENVIRONMENT,
     RUN,
     RecordCopies,
@@ -235,6 +236,10 @@ class RunDirectory:
         write_atomically(self.path / "config.yaml", text)
         with staging_directory(self.checkpoints) as directory:
             write_atomically(directory / "config.yaml", text)
+        # Settings of a program of the user need not have a model.
+        for file in getattr(getattr(self.config, "model", None), "code_files", ()):
+            if file.is_file():
+                self.write_artifact(file.name, file)
 
     def set_branch(self, point: BranchPoint) -> None:
         """Records that the run is a branch. The directory must be entered, and the run must not have begun."""

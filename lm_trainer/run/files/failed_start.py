@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from lm_trainer.parallel.processes import is_lead
-from lm_trainer.run.files.bucket_mirror import COPY_DIRECTORY
+from lm_trainer.run.files.records import COPY_DIRECTORY
 
 _CREATED_AT_START = {
     "config.yaml",

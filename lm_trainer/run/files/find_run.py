@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,7 @@ from lm_trainer.core.bucket import Bucket, StoragePath, is_bucket, storage_path
 from lm_trainer.core.bucket_files import local_copy
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import local_path, path_problem
-from lm_trainer.run.files.bucket_mirror import COPY_DIRECTORY
-from lm_trainer.run.files.records import read_run_record, recorded_checkpoint_directory
+from lm_trainer.run.files.records import COPY_DIRECTORY, read_run_record, recorded_checkpoint_directory
 
 _LOGS, _CHECKPOINTS = Path("logs"), Path("checkpoints")
 """Default directories of runs and of checkpoints, relative to the working directory. Run IDs are looked up there."""
@@ -144,7 +144,16 @@ def find_checkpoints_of_run(run_dir: Path) -> StoragePath:
     Raises:
         MachineError: if run.json is damaged.
     """
-    recorded = storage_path(recorded_checkpoint_directory(read_run_record(run_dir), run_dir))
+    return locate_checkpoints(read_run_record(run_dir), run_dir)
+
+
+def locate_checkpoints(record: Mapping[str, Any], run_dir: Path) -> StoragePath:
+    """Returns the checkpoint directory of a run, given the content of its run.json.
+
+    Raises:
+        MachineError: if run.json does not contain the directory.
+    """
+    recorded = storage_path(recorded_checkpoint_directory(record, run_dir))
     if isinstance(recorded, Bucket):
         return recorded
     # If the run was moved together with its checkpoints, their location relative to each other is unchanged.

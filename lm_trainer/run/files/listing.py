@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from typing import Any, Literal
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.file_lock import is_locked
 from lm_trainer.run.files.branch import BranchPoint
-from lm_trainer.run.files.find_run import find_checkpoints_of_run, read_trainer_setting
+from lm_trainer.run.files.find_run import locate_checkpoints, read_trainer_setting
 from lm_trainer.run.files.records import RUN, read_run_record
 from lm_trainer.trackers.jsonl import METRICS, SUMMARY
 
@@ -68,8 +69,10 @@ def _run_directories(base: Path) -> Iterator[Path]:
 def _read_listing(path: Path) -> RunListing:
     step, loss = read_last_step_and_loss(path / METRICS)
     summary = _read_json(path / SUMMARY)
+    record: Mapping[str, Any] = {}
     try:
-        checkpoints = find_checkpoints_of_run(path)
+        record = read_run_record(path)
+        checkpoints = locate_checkpoints(record, path)
     except MachineError as error:
         # The error must not prevent the other runs from being listed.
         logger.warning("%s", error)
@@ -77,8 +80,8 @@ def _read_listing(path: Path) -> RunListing:
     # Checkpoints in a bucket are not counted, because that would require requests.
     directories = [path, checkpoints] if isinstance(checkpoints, Path) else [path]
     files = [path / name for name in ("run.json", METRICS, SUMMARY)]
-    sizes = {p: s for directory in directories for p, s in _file_sizes(directory)}
-    steps = _read_total_steps(path)
+    sizes = {file: size for directory in directories for file, size in _file_sizes(directory)}
+    steps = _read_total_steps(record, path)
     state: Any = "stopped" if step else "not begun"
     if is_locked(path / ".lock"):
         state = "running"
@@ -87,16 +90,16 @@ def _read_listing(path: Path) -> RunListing:
     elif summary.get("step", -1) >= step or (steps is not None and step >= steps):
         state = "done"
     changed = max(file.stat().st_mtime for file in files if file.is_file())
-    parent, branched_at = _read_branch(path)
+    parent, branched_at = _read_branch(record, path)
     size = sum(sizes.values())
     return RunListing(
         path.name, path, state, max(step, branched_at or 0), steps, loss, changed, parent, branched_at, size
     )
 
 
-def _read_branch(path: Path) -> tuple[str, int] | tuple[None, None]:
+def _read_branch(record: Mapping[str, Any], path: Path) -> tuple[str, int] | tuple[None, None]:
     try:
-        branch = BranchPoint.from_record(read_run_record(path), path / RUN)
+        branch = BranchPoint.from_record(record, path / RUN)
     except UserError:
         branch = None
     return (None, None) if branch is None else (branch.parent, branch.step)
@@ -107,10 +110,10 @@ def as_tree(runs: Sequence[RunListing]) -> list[tuple[int, RunListing]]:
 
     The order is kept otherwise. A branch whose parent is not among the runs is at the top level.
     """
-    by_place = {(run.directory.resolve().parent, run.id): run for run in runs}
+    by_location = {(run.directory.resolve().parent, run.id): run for run in runs}
     children: dict[int, list[RunListing]] = {}
     for run in runs:
-        parent = by_place.get((run.directory.resolve().parent, run.parent or ""))
+        parent = by_location.get((run.directory.resolve().parent, run.parent or ""))
         children.setdefault(0 if parent is None or parent is run else id(parent), []).append(run)
 
     def below(key: int, depth: int) -> Iterator[tuple[int, RunListing]]:
@@ -123,15 +126,12 @@ def as_tree(runs: Sequence[RunListing]) -> list[tuple[int, RunListing]]:
 
 def read_last_step_and_loss(file: Path) -> tuple[int, float | None]:
     """Returns the last step in metrics.jsonl and its loss, or 0 and None if there are no steps."""
-    step, loss = 0, None
-    for line in _read_last_lines(file):
-        try:
+    for line in reversed(_read_last_lines(file)):
+        # The first line may be truncated and the last one incomplete, and other lines may not contain a loss.
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             record = json.loads(line)
-            step, loss = int(record["step"]), float(record["train/loss"])
-        except (ValueError, TypeError, KeyError):
-            # The first line may be truncated and the last one incomplete, and other lines may not contain a loss.
-            continue
-    return step, loss
+            return int(record["step"]), float(record["train/loss"])
+    return 0, None
 
 
 def _read_last_lines(file: Path) -> list[bytes]:
@@ -143,8 +143,14 @@ def _read_last_lines(file: Path) -> list[bytes]:
         return []
 
 
-def _read_total_steps(path: Path) -> int | None:
-    steps = read_trainer_setting(path / "config.yaml", "num_train_steps")
+def _read_total_steps(record: Mapping[str, Any], path: Path) -> int | None:
+    """Returns the configured number of steps; None if neither run.json nor the configuration contains it."""
+    identity = record.get("identity")
+    trainer = identity.get("trainer") if isinstance(identity, dict) else None
+    steps = trainer.get("num_train_steps") if isinstance(trainer, dict) else None
+    if steps is None:
+        # Parsing the configuration takes ten times as long as everything else.
+        steps = read_trainer_setting(path / "config.yaml", "num_train_steps")
     return steps if isinstance(steps, int) else None
 
 
@@ -156,12 +162,14 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _file_sizes(directory: Path) -> Iterator[tuple[Path, int]]:
+def _file_sizes(directory: Path) -> Iterator[tuple[str, int]]:
     """Yields the files below a directory with their sizes in bytes. Skips files that are deleted in the meantime."""
-    for base, _, names in os.walk(directory):
-        for name in names:
-            path = Path(base, name)
-            try:
-                yield path, path.lstat().st_size
-            except OSError:
-                continue
+    pending = [os.fspath(directory)]
+    while pending:
+        with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
+                    continue
+                with contextlib.suppress(OSError):
+                    yield entry.path, entry.stat(follow_symlinks=False).st_size

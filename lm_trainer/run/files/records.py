@@ -11,9 +11,10 @@ from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.files import write_atomically
 from lm_trainer.run.config.recorded_keys import with_inferred_keys
-from lm_trainer.run.files.bucket_mirror import COPY_DIRECTORY
 
 RUN, ENVIRONMENT = "run.json", "env.json"
+COPY_DIRECTORY = "run"
+"""Name of the directory with a copy of a run's files, next to its checkpoints."""
 
 
 def read_run_record(run_dir: Path) -> dict[str, Any]:

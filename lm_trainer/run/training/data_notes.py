@@ -6,35 +6,47 @@ from collections.abc import Mapping
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.dataset import Data
-from lm_trainer.data.rows.pair_packing import PairPlan
+from lm_trainer.data.formats.too_long import TooLong
+from lm_trainer.data.rows.long_examples import LongExamples
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.trackers import Progress
 
+_TREATED: dict[TooLong, str] = {
+    "skip": "are left out",
+    "left": "are cut at their beginning",
+    "right": "are cut at their end",
+    "split": "continue in further rows, in which answers have lost their prompts",
+}
 
-def empty_rows_note(config: RunConfig, data: Data) -> str | None:
-    """Returns a warning if nothing is learnt from some rows, or pairs are left out; None if no such data are known."""
-    trainer = config.trainer
+
+def row_notes(config: RunConfig, data: Data) -> list[str]:
+    """Returns warnings about rows from which nothing is learnt, and about examples longer than a row."""
+    trainer, seq_len = config.trainer, config.model.seq_len
     if not is_lead():
-        return None
-    if left_out := data.left_out_pairs():
-        return _left_out_note(config, left_out)
-    share = data.share_without_loss(trainer.batch_schedule, trainer.num_train_steps)
-    if not share:
-        return None
-    return (
-        f"warning: in {share:.1%} of the rows no token has a loss, such as where a prompt is longer than a row of "
-        f"model.seq_len={config.model.seq_len}: nothing is learnt from them"
-    )
+        return []
+    notes = _long_example_notes(seq_len, data.long_examples())
+    if share := data.share_without_loss(trainer.batch_schedule, trainer.num_train_steps):
+        notes.append(
+            f"warning: in {share:.1%} of the rows no token has a loss, such as where a prompt is longer than a row of "
+            f"model.seq_len={seq_len}: nothing is learnt from them"
+        )
+    return notes
 
 
-def _left_out_note(config: RunConfig, plans: Mapping[str, PairPlan]) -> str:
-    counts = "; ".join(f"{name}: {plan.too_long:,} of {plan.pairs:,}" for name, plan in plans.items())
-    longest = max(plan.longest for plan in plans.values())
-    return (
-        f"warning: {config.loss.content} longer than a row of model.seq_len={config.model.seq_len} are left out "
-        f"({counts}); the longest takes {longest:,} positions"
-    )
+def _long_example_notes(seq_len: int, sets: Mapping[str, LongExamples]) -> list[str]:
+    notes = []
+    for treatment, treated in _TREATED.items():
+        alike = {name: examples for name, examples in sets.items() if examples.treatment == treatment}
+        if not alike:
+            continue
+        counts = "; ".join(examples.describe(name) for name, examples in alike.items())
+        longest = max(examples.longest for examples in alike.values())
+        notes.append(
+            f"warning: {counts} are longer than a row of model.seq_len={seq_len}, and {treated} "
+            f"(data.format.on_too_long: {treatment}); the longest takes {longest:,} positions"
+        )
+    return notes
 
 
 def describe_build(data: Data) -> str:
@@ -66,6 +78,6 @@ class BuildWatch:
         if self._data.complete:
             tokens = self._data.num_train_tokens
             self._progress.note(f"step {step}: all text is tokenised, {tokens:,} training tokens")
-            if note := empty_rows_note(self._config, self._data):
+            for note in row_notes(self._config, self._data):
                 self._progress.note(note)
             self._reported = True

@@ -115,14 +115,15 @@ def find_frozen_checkpoint(
     directory, step = find_checkpoints(source)
     _check_same_function(key, directory, read_config(directory), config)
     # Pins the step, because the newest checkpoint of the other run changes if that run continues.
-    if (pinned := _read_pinned_step(store, fact)) is not None:
+    if (pinned := read_pinned_step(store, fact)) is not None:
         step = pinned
     return BaseCheckpoint(
         directory, max(list_steps(directory), default=None) if step is None else step, key=key, fact=fact
     )
 
 
-def _read_pinned_step(store: CheckpointStore, fact: str) -> int | None:
+def read_pinned_step(store: CheckpointStore, fact: str) -> int | None:
+    """Returns the step of another run that the newest readable checkpoint of a run records under a key, if any."""
     for step in reversed(store.steps()):
         with contextlib.suppress(CheckpointError):
             return read_record(store.directory, step).get(fact)

@@ -58,15 +58,21 @@ class MeasuredPrograms:
         """Interpolates programs for microbatches of `rows` rows between the two nearest sizes, or uses the only size.
 
         Sizes of axes are linear in the number of rows, and memory is nearly linear. Programs that only add the results
-        of microbatches are taken from any size. Unknown programs are traced.
+        of microbatches are taken from any size. Unknown programs are traced, and so are programs that were compiled
+        for one size only, whose temporary memory is scaled to the number of rows.
         """
         sizes = sorted(self._by_rows, key=lambda size: abs(math.log(size / rows)))
         a, b = sizes[0], sizes[min(1, len(sizes) - 1)]
         near, far, share = self._by_rows[a], self._by_rows[b], (rows - a) / (b - a) if b != a else 0.0
 
         def measure(program: Program, key: Key, args: tuple[PyTree, ...]) -> MeasuredProgram:
-            if program.grows:
+            if program.grows and program.name in near and program.name in far:
                 return _interpolate(near[program.name], far[program.name], share)
+            if program.grows and (single := near.get(program.name) or far.get(program.name)) is not None:
+                # Another number of microbatches for each gathering may need other programs.
+                temporary = round(single.bytes.temporary * rows / (a if program.name in near else b))
+                traced = measure_traced(program, key, args)
+                return replace(traced, bytes=replace(traced.bytes, temporary=temporary))
             if (measured := self._by_key.get(key) or self._others.get(key[:2])) is not None:
                 return measured
             traced, temporary = measure_traced(program, key, args), self._temporary.get(program.name, 0)

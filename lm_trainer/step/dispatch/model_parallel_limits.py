@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.nn.mixer_spec import state_arrays
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
 
@@ -70,6 +71,11 @@ def check_model(spec: DecoderSpec | None, sizes: Mapping[str, int]) -> None:
         raise UserError(
             f"{wrong[0]}_axis_size cannot cut a model with an encoder, to all of whose positions every layer attends; "
             f"set it to 1, and cut its weights by model_axis_size or its batch by the data axis instead"
+        )
+    if "context" in axes and any(state_arrays(block.mixer) for block in spec.blocks):
+        raise UserError(
+            "context_axis_size cannot cut a model whose layers pass a state from position to position; set it to 1, "
+            "and cut its weights by model_axis_size or its batch by the data axis instead"
         )
     if "expert" in axes and not spec.num_routers:
         raise UserError("expert_axis_size needs a model with experts, such as mixtral; set it to 1")

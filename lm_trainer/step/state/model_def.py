@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 from flax import nnx
@@ -14,6 +14,7 @@ from lm_trainer.core.jax_types import PyTree
 from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.nn.norm import norm_kinds
 from lm_trainer.nn.read import PARAM_NAME
+from lm_trainer.nn.router import LOAD_RATE, LoadParam
 from lm_trainer.optim import Param
 
 Params = dict[str, jax.Array]
@@ -42,6 +43,9 @@ class ModelDef:
     """Reads initial values directly to their devices; None: the values that `build` makes are used."""
     constants: frozenset[str] = frozenset()
     """Names of the frozen parameters that are saved in checkpoints."""
+    loads: Mapping[str, float | None] = field(default_factory=dict)
+    """Name -> rate of each trained parameter that is set from the load of experts, and not by the optimizer; see
+    `lm_trainer.step.updates.load`."""
 
     @classmethod
     def trace(cls, build: Callable[[], nnx.Module], is_trainable: Callable[[str], bool] = lambda _: True) -> ModelDef:
@@ -69,7 +73,13 @@ class ModelDef:
         trainable = frozenset(filter(is_trainable, axes))
         if not trainable:
             raise UserError("no parameter of the model is trained: is_trainable is false for every name")
-        return cls(graphdef, nnx.to_pure_dict(state), axes, norm_kinds(module), build, trainable)
+        loads = {
+            ".".join(map(str, path)): variable.get_metadata(LOAD_RATE)
+            for path, variable in nnx.to_flat_state(state)
+            if isinstance(variable, LoadParam)
+        }
+        loads = {name: rate for name, rate in loads.items() if name in trainable}
+        return cls(graphdef, nnx.to_pure_dict(state), axes, norm_kinds(module), build, trainable, loads=loads)
 
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -77,11 +87,11 @@ class ModelDef:
         return named_leaves(self.abstract)
 
     def optimizer_params(self) -> dict[str, Param]:
-        """Returns dotted name -> each trained parameter as an optimizer sees it."""
+        """Returns dotted name -> each parameter that the optimizer updates, as it sees it."""
         return {
             name: Param(name, x.shape, self.axes[name], self.norms.get(name))
             for name, x in self.shapes.items()
-            if name in self.trainable
+            if name in self.trainable and name not in self.loads
         }
 
     def nest(self, params: Mapping[str, PyTree]) -> PyTree:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
@@ -38,6 +38,8 @@ class StateSharding:
     """Shardings of the trained state."""
     storage: Mapping[str, NamedSharding]
     """Storage sharding of every parameter, trained or frozen."""
+    loads: Mapping[str, float | None] = field(default_factory=dict)
+    """As `ModelDef.loads`."""
 
 
 def plan_state_sharding(

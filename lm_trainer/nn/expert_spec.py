@@ -1,0 +1,104 @@
+"""Description of a mixture of experts as plain values; a part of `lm_trainer.nn.spec`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from lm_trainer.nn.spec import Activation
+
+
+@dataclass(frozen=True)
+class ExpertGroupsSpec:
+    """Limits the experts of a token to a few groups of experts, those with the highest scores (arXiv 2405.04434,
+    section 2.1.3; arXiv 2412.19437, section 2.1.2).
+    """
+
+    count: int
+    """Number of groups of equal size."""
+    top: int
+    """Number of groups from which a token chooses its experts."""
+    score: Literal["max", "top2"] = "top2"
+    """Score of a group: the highest score of its experts (the first paper), or the sum of the two highest scores,
+    with the selection bias (the second paper)."""
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """Selection and weights of the experts of a token, and the means that balance the load of the experts.
+
+    Logits, scores and weights are float32.
+    """
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Function from logits to scores."""
+    renormalize: bool = True
+    """Normalize the weights of a token's experts so that they sum to 1."""
+    scale: float | None = None
+    """Factor of the weights, after their normalization."""
+    groups: ExpertGroupsSpec | None = None
+    logit_bias: bool = False
+    """Add a trained bias to the logits."""
+    selection_bias: float | None = None
+    """Add a bias to the scores for the selection only. No gradient trains it: after each step, the bias of an expert
+    with less than the mean load of the global batch rises by this rate, and the bias of an expert with more falls by it
+    (Wang et al. 2024, arXiv 2408.15664, algorithm 1). 0: a constant bias. None: no bias."""
+    balance_coef: float = 0.0
+    """Coefficient of the load-balancing loss, which is a mean over layers."""
+    balance_over: Literal["microbatch", "batch", "row"] = "microbatch"
+    """Tokens over which the load-balancing loss takes the load of an expert; see `lm_trainer.nn.router`."""
+    z_coef: float = 0.0
+    """Coefficient of the penalty for large router logits, which is a mean over layers."""
+
+    @property
+    def reports_load(self) -> bool:
+        """True if the router has a parameter that a step sets from the load of the global batch."""
+        return self.selection_bias is not None or self.balance_over == "batch"
+
+
+@dataclass(frozen=True)
+class SharedExpertSpec:
+    """A gated MLP without biases that every token passes in addition to its experts (Dai et al. 2024)."""
+
+    hidden_dim: int
+    gated: bool = False
+    """Multiply its result by the sigmoid of a learned linear function of the input."""
+
+
+ExpertKernel = Literal["auto", "dense", "grouped", "ragged_dot"]
+"""Computation of the experts. `dense`: every expert for every token; `grouped`: only the selected experts, with a
+kernel for grouped products; `ragged_dot`: the same with XLA's product; `auto`: `grouped` if there is a kernel for the
+platform, otherwise `dense`."""
+
+
+GROUPED_PLATFORMS = ("cpu", "tpu")
+"""Platforms with a kernel for grouped products."""
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """Mixture of experts: gated MLPs without biases. For each token a router selects a few of them (Shazeer et al.
+    2017).
+    """
+
+    hidden_dim: int
+    """Hidden dimension of one expert."""
+    num_experts: int
+    top_k: int
+    """Number of experts per token."""
+    activation: Activation = "silu"
+    router: RouterSpec = RouterSpec()
+    shared: SharedExpertSpec | None = None
+    kernel: ExpertKernel | None = None
+    """None: `ragged_dot` on TPUs, `dense` elsewhere."""
+
+    def kernel_on(self, platform: str) -> Literal["dense", "grouped", "ragged_dot"]:
+        """Returns `kernel` with its default resolved, for a platform: `cpu`, `gpu` or `tpu`."""
+        if self.kernel is None:
+            # XLA has a grouped product only for TPUs. On other platforms its grouped product computes every expert for
+            # every assignment, which is `top_k` times the work of the dense form.
+            return "ragged_dot" if platform == "tpu" else "dense"
+        if self.kernel == "auto":
+            return "grouped" if platform in GROUPED_PLATFORMS else "dense"
+        return self.kernel

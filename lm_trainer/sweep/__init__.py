@@ -1,0 +1,1 @@
+"""Sweeps: runs of one configuration with several values of some keys."""
