@@ -14,6 +14,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.piecewise import BatchSchedule
 from lm_trainer.data.config import DataConfig
 from lm_trainer.data.fingerprints import DataIdentity
+from lm_trainer.data.formats.chat import compile_format_template
 from lm_trainer.data.loader import HostRows, TrainIterator, row_dataset
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.rows.grain_rows import GrainRows
@@ -65,6 +66,19 @@ class Data:
     @property
     def tokenizer(self) -> HfTokenizer:
         return self._row_builder.tokenizer
+
+    @property
+    def published_tokenizer(self) -> HfTokenizer:
+        """The tokenizer to save with the model, with the chat template that made the training rows.
+
+        Prompts are then built by the same template when the model is used. If several sets have different templates of
+        their own, the tokenizer is unchanged.
+        """
+        named = [getattr(set_config.format, "chat_template", None) for set_config in self.config.sets.values()]
+        sources = {compile_format_template(name, self.tokenizer).source for name in named if name is not None}
+        if len(sources) != 1 or sources == {self.tokenizer.chat_template}:
+            return self.tokenizer
+        return self.tokenizer.with_chat_template(*sources)
 
     @property
     def train_sets(self) -> Sequence[TrainSet]:

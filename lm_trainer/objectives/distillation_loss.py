@@ -41,9 +41,9 @@ class DistillationLoss:
         The metrics are `nll`, the cross-entropy, and `kl`, the divergence at the temperature of the configuration.
         """
         assert isinstance(model, Decoder)
-        h_BSD, stats = model.batch_hidden_and_stats(batch, dtype=self.dtype, key=key)
         if not has_reference(model):
             raise UserError("loss: distillation cannot be computed here, because the teacher has not been loaded")
+        h_BSD, stats = model.batch_hidden_and_stats(batch, dtype=self.dtype, key=key)
         teacher = without_gradient(reference_model(model))
         teacher_h_BSD, _ = teacher.batch_hidden_and_stats(batch, dtype=self.dtype)
         nll, kl = self._sum_tokens(model, h_BSD, teacher, jax.lax.stop_gradient(teacher_h_BSD), batch)

@@ -27,6 +27,7 @@ from lm_trainer.plan.refusal import explain_refusals
 from lm_trainer.profile.devices import device_bandwidths, device_platform
 from lm_trainer.profile.flops import flops_per_token, parameter_count, ring_score_fraction
 from lm_trainer.profile.network import Network
+from lm_trainer.run.build.model import teacher_flops
 from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
@@ -166,6 +167,7 @@ def plan_run(
         planned = memory.plan()
     plan, mesh, spec = memory.largest_step(), memory.setup.sharding.mesh, config.model.spec(vocab_size)
     flops = training_flops(flops_per_token(spec, config.model.seq_len), memory.setup.model, config.loss)
+    flops += teacher_flops(config, vocab_size)
     schedule, steps = trainer.batch_schedule, trainer.num_train_steps
     work = RunWork(
         flops_per_token=flops,

@@ -20,7 +20,7 @@ from lm_trainer.plan.run import Assumptions, attention_backend
 from lm_trainer.plan.speed import StepCost, step_cost
 from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.flops import flops_per_token
-from lm_trainer.run.build.model import trace_model
+from lm_trainer.run.build.model import teacher_flops, trace_model
 from lm_trainer.run.build.setup import shard_state
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.weights.adapters import training_flops
@@ -212,6 +212,7 @@ class _Pricing:
         config = layout.config
         spec, mesh = config.model.spec(self._vocab_size), self._mesh(config)
         flops = training_flops(flops_per_token(spec, config.model.seq_len), self._model, config.loss)
+        flops += teacher_flops(config, self._vocab_size)
         model = PlannedModel(spec, self._backend(config), flops)
         work = describe_layout(config, model, layout.plan, mesh, self._count_device_params(config, mesh))
         return step_cost(work, self._machine)

@@ -119,7 +119,7 @@ class RunRecord:
         return not self.start or "chain" in self.attempts[0]
 
     @cached_property
-    def computed(self) -> dict[int, dict[str, Any]]:
+    def computed(self) -> dict[int, Mapping[str, Any]]:
         """The steps with metrics."""
         return {step: metrics for step, metrics in self.steps.items() if metrics}
 

@@ -22,7 +22,7 @@ from lm_trainer.models import DecoderConfig
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.profile.flops import flops_per_token, recomputed_flops_per_token
 from lm_trainer.run.build.gather_memory import plan_for_memory
-from lm_trainer.run.build.model import recomputes_layers, trace_model
+from lm_trainer.run.build.model import recomputes_layers, teacher_flops, trace_model
 from lm_trainer.run.build.setup import TrainingSetup, setup_from_config
 from lm_trainer.run.build.startup_notes import recomputation_note, schedule_notes
 from lm_trainer.run.config.gather import with_resolved_gather
@@ -81,10 +81,12 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
         if not data.complete:
             options.build_watch = BuildWatch(config, data, progress)
         if config.hf_save_path is not None:
-            exports = HfExports(config, attempt.directory.name, progress, data.tokenizer, run.hub_name, run.settings)
+            exports = HfExports(
+                config, attempt.directory.name, progress, data.published_tokenizer, run.hub_name, run.settings
+            )
             options.exports = (stack.enter_context(exports),)
         if config.eval_harness is not None:
-            options.tasks = TaskEvaluation(config, data.tokenizer, attempt.directory.path, run.settings)
+            options.tasks = TaskEvaluation(config, data.published_tokenizer, attempt.directory.path, run.settings)
         if config.trainer.token_probabilities:
             options.open_tokens = lambda tracker, held_out: TokenProbabilities(
                 config, setup, held_out, attempt.directory.path, tracker
@@ -215,14 +217,14 @@ def _build_prepared_run(
     if pretrained is not None:
         model = pretrained.with_initial_weights(model)
     _report_setup(config, vocab_size, model, data, attempt.progress)
-    settings = published_model_settings(config, pretrained, data.tokenizer, attempt.directory.checkpoints)
+    settings = published_model_settings(config, pretrained, data.published_tokenizer, attempt.directory.checkpoints)
     # The tokenizer is saved with the checkpoints, so that a model can be used without its training data.
     if is_lead():
         with staging_directory(attempt.directory.checkpoints) as directory:
-            data.tokenizer.save(directory / TOKENIZER)
+            data.published_tokenizer.save(directory / TOKENIZER)
             if settings is not None:
                 settings.write(directory / SETTINGS)
-    facts: dict[str, Any] = {"vocab_size": vocab_size, TOKENIZER: tokenizer_digests(data.tokenizer)}
+    facts: dict[str, Any] = {"vocab_size": vocab_size, TOKENIZER: tokenizer_digests(data.published_tokenizer)}
     if base := find_base_checkpoint(config, attempt.store):
         # Here `initialize_from` names the frozen base model of the adapter, and not the initial weights of the state.
         model, loads = base.with_initial_weights(model), loads.model_copy(update={"initialize_from": None})
@@ -242,7 +244,7 @@ def _build_prepared_run(
     state = attempt.load_state(setup, setup.init, data.fingerprints, config=loads)
     spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
     recomputed = recomputed_flops_per_token(spec, seq_len, every_layer=recomputes_layers(config.trainer, spec))
-    flops = training_flops(flops_per_token(spec, seq_len), model, config.loss)
+    flops = training_flops(flops_per_token(spec, seq_len), model, config.loss) + teacher_flops(config, vocab_size)
     return PreparedRun(config, attempt, data, setup, state, facts, flops, recomputed, hub_name, settings)
 
 

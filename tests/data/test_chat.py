@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from flax import nnx
 from pydantic import ValidationError
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.formats import ChatFormat, UnusableRow
 from lm_trainer.data.sources import Row
 from lm_trainer.data.sources.base import full_text
-from lm_trainer.data.tokenizer import HfTokenizer
+from lm_trainer.data.tokenizer import HfTokenizer, Pretrained
 from lm_trainer.data.tokenizer.bytes import EOS_ID
+from lm_trainer.data.tokenizer.hf import load_pretrained
+from lm_trainer.generate.chat import Chat
+from lm_trainer.generate.text import Sampling
+from lm_trainer.models.gpt2 import Gpt2Config
 from tests.data.test_formats import encode, open_records, with_specials
 
 CHATML = (
@@ -301,3 +307,63 @@ class TestTools:
         row = Row(0, "", "", record={"messages": CONVERSATION, "tools": tools})
         with pytest.raises(UnusableRow, match="'tools' holds something else than a list of tools"):
             ChatFormat(tools_field="tools").prepare(row)
+
+
+class TestUse:
+    """A model is used with the text of its training rows."""
+
+    MESSAGES: ClassVar = [{"role": "user", "content": "a <|im_end|>?"}, {"role": "assistant", "content": "b"}]
+    TEMPLATE = (
+        CHATML + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{% if tools %}{{ raise_exception('no tools') }}{% endif %}"
+    )
+
+    def test_the_template_of_the_rows_is_saved_with_the_model(self, chatml: HfTokenizer, tmp_path: Path) -> None:
+        other = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+        chatml.save(tmp_path / "tokenizer")
+        options: dict[str, Any] = {"tokenizer": str(tmp_path / "tokenizer"), "seq_len": 4}
+        data = open_records(tmp_path, ChatFormat(chat_template=other), {"messages": self.MESSAGES}, **options)
+        published = data.published_tokenizer
+        assert published.chat_template == other
+        assert published.identity() == data.tokenizer.identity() == chatml.identity()
+        published.save(tmp_path / "saved")
+        transformers = pytest.importorskip("transformers")
+        text = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved").apply_chat_template(
+            self.MESSAGES, tokenize=False
+        )
+        assert text == "a <|im_end|>?b"
+        plain = open_records(tmp_path / "plain", ChatFormat(), {"messages": self.MESSAGES}, **options)
+        assert plain.published_tokenizer is plain.tokenizer
+
+    def test_named_templates_are_chosen_by_name(self, chatml: HfTokenizer, tmp_path: Path) -> None:
+        text = "{% generation %}tools: {{ messages[0].content }}{% endgeneration %}"
+        listed: Any = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": text}]
+        chatml.save(tmp_path / "files")
+        (tmp_path / "files/additional_chat_templates").mkdir()
+        (tmp_path / "files/additional_chat_templates/tool_use.jinja").write_text(text)
+        in_files = load_pretrained(Pretrained(name=str(tmp_path / "files")))
+        in_settings = with_specials("<|im_start|>", "<|im_end|>", chat_template=listed)
+        for tokenizer in (in_files, in_settings):
+            assert tokenizer.chat_template == CHATML
+            document = encode(ChatFormat(chat_template="tool_use"), {"messages": self.MESSAGES}, tokenizer)
+            assert tokenizer.decode_all(list(document.ids)) == "tools: a <|im_end|>?"
+
+    def test_a_chat_has_the_prompt_of_the_row(self) -> None:
+        tokenizer = with_specials("<|im_start|>", "<|im_end|>", chat_template=self.TEMPLATE)
+        row = list(encode(ChatFormat(), {"messages": self.MESSAGES}, tokenizer).ids)
+        model = nnx.eval_shape(lambda: Gpt2Config(hidden_dim=8, num_layers=1, num_heads=1).build(300, rngs=nnx.Rngs(0)))
+        asked: list[list[int]] = []
+
+        def answer(_model: Any, _tokenizer: Any, ids: list[int], *_: Any, **__: Any) -> Iterator[str]:
+            asked.append(ids)
+            yield "b"
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                "lm_trainer.generate.chat.stream_tokens", lambda _stream, *args, **keys: answer(*args, **keys)
+            )
+            patch.setattr("lm_trainer.generate.chat.to_decoding_layout", lambda model, _dtype: model)
+            chat = Chat(model, tokenizer, context=64, sampling=Sampling(max_new_tokens=4))
+            assert list(chat.answer("a <|im_end|>?")) == ["b"]
+        assert row[: len(asked[0])] == asked[0]
+        assert tokenizer.decode_all(row[len(asked[0]) :]) == "b<|im_end|>\n"

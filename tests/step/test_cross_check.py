@@ -52,7 +52,7 @@ def prepared(devices: int, *, wide: bool = False, **trainer: Any) -> tuple[Train
 
 
 class Outcome:
-    """What became of some steps: the weights, the mismatches, and the step at which they stopped."""
+    """The outcome of some steps: the weights, the mismatches, and the step at which they stopped."""
 
     def __init__(self, mismatches: list[Mismatch], stopped: str | None, weights: dict[str, bytes], steps: int):
         self.mismatches, self.stopped, self.weights, self.steps = mismatches, stopped, weights, steps

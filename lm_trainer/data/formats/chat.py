@@ -53,7 +53,8 @@ class ChatFormat(ConversationFormat):
     tools_field: str | None = None
     """The field with the list of a conversation's tools; null passes no tools to the template."""
     chat_template: LocalPath | None = None
-    """A Jinja template, or the path of a template file. The default is the template of the tokenizer."""
+    """A Jinja template, the path of a template file, or the name of one of the tokenizer's templates, such as
+    `tool_use`. The default is the template of the tokenizer."""
     mask_user_turns: bool = True
     """True to exclude all tokens from the loss except those the template marks as the assistant's."""
     last_turn_only: bool = False
@@ -201,13 +202,16 @@ class ChatFormat(ConversationFormat):
 
 
 def compile_format_template(source: str | None, tokenizer: HfTokenizer) -> ChatTemplate:
-    """Compiles the chat template of a format: a Jinja template, the path of one, or None for the tokenizer's template.
+    """Compiles the chat template of a format: a Jinja template, the path of one, the name of one of the tokenizer's
+    templates, or None for the tokenizer's default template.
 
     Raises:
         UserError: if there is no template, or it cannot be read.
     """
     if source is None:
         source = tokenizer.chat_template
+    elif source in tokenizer.named_chat_templates:
+        source = tokenizer.named_chat_templates[source]
     # A text with a Jinja tag is a template, and any other text is a path.
     elif not re.search(r"\{[%{]", source):
         source = _read_template_file(source)

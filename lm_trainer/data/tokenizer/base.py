@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import local_path
-from lm_trainer.data.tokenizer.files import CONFIG_FILE, TOKENIZER_FILE
+from lm_trainer.data.tokenizer.files import CONFIG_FILE, TEMPLATE_FILE, TEMPLATES, TOKENIZER_FILE
 from lm_trainer.data.tokenizer.rust import open_rust, settings_without_sampling, without_sampling
 
 logger = logging.getLogger(__name__)
@@ -179,6 +179,11 @@ class HfTokenizer:
         """Returns the same tokenizer with another backend."""
         return _rebuild(kind, self._content, self._settings, self._extras, self._origin)
 
+    def with_chat_template(self, source: str) -> HfTokenizer:
+        """Returns the same tokenizer with another default chat template."""
+        extras = {**self._extras, TEMPLATE_FILE: source.encode()}
+        return _rebuild(type(self), self._content, self._settings, extras, self._origin)
+
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self._content, self._settings, self._extras, self._origin)
 
@@ -239,12 +244,23 @@ class HfTokenizer:
     @property
     def chat_template(self) -> str | None:
         """The chat template of the tokenizer."""
-        if "chat_template.jinja" in self._extras:
-            return self._extras["chat_template.jinja"].decode("utf-8")
+        if TEMPLATE_FILE in self._extras:
+            return self._extras[TEMPLATE_FILE].decode("utf-8")
         template: Any = self._settings.get("chat_template")
         if isinstance(template, list):  # several named templates
             template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
         return template
+
+    @property
+    def named_chat_templates(self) -> dict[str, str]:
+        """Further chat templates of the tokenizer, such as `tool_use`, by their names."""
+        settings: Any = self._settings.get("chat_template")
+        listed = settings if isinstance(settings, list) else []
+        named = {entry["name"]: entry["template"] for entry in listed if entry.get("name") and entry.get("template")}
+        for file, content in self._extras.items():
+            if file.startswith(f"{TEMPLATES}/"):
+                named[Path(file).stem] = content.decode("utf-8")
+        return named
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._rust.decode([int(i) for i in ids], skip_special_tokens=True)

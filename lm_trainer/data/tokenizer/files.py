@@ -11,7 +11,10 @@ from lm_trainer.core.safe_names import path_inside
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 
-_TEMPLATES = "additional_chat_templates"
+TEMPLATE_FILE = "chat_template.jinja"
+"""The default chat template."""
+TEMPLATES = "additional_chat_templates"
+"""Directory of the named chat templates."""
 
 COPIED_FILES = (
     # Complete tokenizers for other versions of transformers, such as tokenizer.4.0.0.json.
@@ -19,8 +22,8 @@ COPIED_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     # Chat templates: the default, further ones by name, and the file that processors used in earlier versions.
-    "chat_template.jinja",
-    f"{_TEMPLATES}/*.jinja",
+    TEMPLATE_FILE,
+    f"{TEMPLATES}/*.jinja",
     "chat_template.json",
     # Vocabularies of slow tokenizers, which other programs still read: llama.cpp converts Gemma from tokenizer.model.
     "tokenizer.model",

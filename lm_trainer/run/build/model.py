@@ -27,6 +27,7 @@ from lm_trainer.objectives.base import PreferenceLossConfig
 from lm_trainer.objectives.distillation import DistillationConfig
 from lm_trainer.objectives.distillation_loss import DistillationLoss
 from lm_trainer.objectives.preference import PreferenceLoss
+from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.run.config.loss_checks import has_separate_reference
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
@@ -79,6 +80,12 @@ def _teacher_config(config: RunConfig) -> DecoderConfig | None:
         return None
     section: DecoderConfig = TypeAdapter(AnyModel).validate_python(loss.teacher_model)
     return section
+
+
+def teacher_flops(config: RunConfig, vocab_size: int) -> int:
+    """Returns the number of FLOPs per token of the forward pass of the teacher; 0 without a teacher."""
+    teacher = _teacher_config(config)
+    return 0 if teacher is None else flops_per_token(teacher.spec(vocab_size), config.model.seq_len).forward
 
 
 def trace_module(build: Callable[[], nnx.Module], param_dtype: Any, is_trainable: Selection = True) -> ModelDef:

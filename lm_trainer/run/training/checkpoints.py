@@ -134,6 +134,16 @@ class Checkpoints:
             self.save(state)
             self.wait()
 
+    def save_before_batch(self, state: TrainState, loader_state: Any) -> None:
+        """Same as `ensure_saved`, for a state whose next batch was already read. The run must end after it.
+
+        Args:
+            state: the state to save.
+            loader_state: state of this process's loader before the batch.
+        """
+        self._loader_state = lambda: loader_state
+        self.ensure_saved(state)
+
     def wait(self) -> None:
         """Waits until the last save is complete. Raises `MachineError` if it failed."""
         self._store.wait()

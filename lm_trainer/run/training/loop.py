@@ -33,6 +33,8 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
     while state.step < run.num_train_steps:
         started = time.perf_counter()
         run.watchdog.arm(f"the batch of step {state.step + 1}")
+        # If the step fails, the batch is read again by the next attempt.
+        loader_state = iterator.get_state() if run.hardware.check_for(state.step + 1) else None
         batch = iterator.next(state)
         if batch is None:
             run.watchdog.disarm()
@@ -46,7 +48,7 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
         except HardwareError:
             # The weights were not updated. All processes raise the error, so all of them save.
             if run.records and state.step:
-                run.checkpoints.ensure_saved(state)
+                run.checkpoints.save_before_batch(state, loader_state)
             raise
         state = info.state
         run.watchdog.arm(f"step {state.step}")

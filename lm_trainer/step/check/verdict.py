@@ -41,8 +41,8 @@ def judge(microbatch: int, votes: Sequence[Vote]) -> Verdict:
     The program is deterministic, so equal digests of two computations are right unless both went wrong in the same way.
     A digest needs two votes, and more than any other digest.
     """
-    (most, count), *others = Counter(vote.digest for vote in votes).most_common()
+    (commonest, count), *others = Counter(vote.digest for vote in votes).most_common()
     decided = count > 1 and (not others or others[0][1] < count)
-    right = most if decided else None
+    right = commonest if decided else None
     wrong = [*dict.fromkeys(vote.group for vote in votes if vote.digest != right)]
     return Verdict(microbatch, votes, right, wrong)
