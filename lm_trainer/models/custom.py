@@ -164,6 +164,8 @@ class CustomConfig(DecoderConfig):
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         spec = self.inner.spec(vocab_size)
+        if self.attention is not None and not any(isinstance(block.mixer, AttentionSpec) for block in spec.blocks):
+            raise UserError(f"model.attention: no layer of {self.family or self.factory} has attention; remove the key")
         return replace(spec, blocks=tuple(_with_parts(block, self._parts) for block in spec.blocks))
 
     def module_class(self) -> type[Decoder]:
@@ -196,8 +198,10 @@ def _with_parts(block: BlockSpec, parts: Mapping[str, PartFactory]) -> BlockSpec
     """Returns a layer whose sublayers are computed by the given classes."""
     if "mlp" in parts and isinstance(block.mlp, MoeSpec):
         raise UserError("model.mlp: a layer with experts has no MLP to replace; remove it, or choose a family without")
-    attention: AttentionSpec = replace(block.attention, module=parts.get("attention", block.attention.module))
-    mlp = block.mlp
+    mixer, mlp = block.mixer, block.mlp
+    # Layers with another mixer keep it.
+    if isinstance(mixer, AttentionSpec):
+        mixer = replace(mixer, module=parts.get("attention", mixer.module))
     if isinstance(mlp, MlpSpec):
         mlp = replace(mlp, module=parts.get("mlp", mlp.module))
-    return replace(block, mixer=attention, mlp=mlp)
+    return replace(block, mixer=mixer, mlp=mlp)
