@@ -16,7 +16,7 @@ AnyPath = str | os.PathLike[str]
 KEYS_WITH_URLS = (
     *("data.train_urls", "data.validation_urls", "data.cache_dir", "data.source.path"),
     *("trainer.checkpointer.base_path", "trainer.load_checkpoint_path", "trainer.initialize_from", "hf_save_path"),
-    "loss.reference",
+    *("loss.reference", "loss.teacher"),
     *("trainer.tracker.logdir", "trainer.jax_compilation_cache_dir"),
 )
 """Configuration keys that accept URLs."""

@@ -42,8 +42,9 @@ class CustomConfig(DecoderConfig):
     Reading this section reads the named files, to compute their digest, but does not run them: `spec` and `build` do.
     """
 
-    # Only the factory knows its keys, and it runs when the model is built.
-    model_config = ConfigDict(extra="allow")
+    # Only the factory knows its keys, and it runs when the model is built. Without a type, which decides between the
+    # classes, a schema would accept any key of any model.
+    model_config = ConfigDict(extra="allow", json_schema_extra={"required": ["type"]})
     __pydantic_extra__: dict[str, JsonValue]
     hf: ClassVar[NoHfFormat] = NoHfFormat("custom", "its code is your own, and is not part of transformers")
     own_code: ClassVar[bool] = True

@@ -94,9 +94,9 @@ _HF = HfFamily(
         HfField("pad_token_id", "pad_token_id", 50256),
     ),
     tensors=(
-        HfTensor("encoder.conv1.weight", ("encoder.conv1.weight",), transposed=True),
+        HfTensor("encoder.conv1.weight", ("encoder.conv1.weight",), reversed=True),
         HfTensor("encoder.conv1.bias", ("encoder.conv1.bias",)),
-        HfTensor("encoder.conv2.weight", ("encoder.conv2.weight",), transposed=True),
+        HfTensor("encoder.conv2.weight", ("encoder.conv2.weight",), reversed=True),
         HfTensor("encoder.conv2.bias", ("encoder.conv2.bias",)),
         HfTensor("encoder.embed_positions.weight", ("encoder.positions",)),
         *_layer_tensors("encoder.layers.{}", "encoder.blocks.{}"),

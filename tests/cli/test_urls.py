@@ -23,10 +23,11 @@ TAKE_BUCKETS = (
     *(f"{command} {URL}" for command in ("verify", "replay", "diff", "diff x", "report", "tokens", "tokens x")),
     f"data find {URL}",
     f"data overlap {URL}",
+    f"branch --at 1 {URL}",
     *(f"{command} {URL}" for command in ("chat", "eval", "generate", "export-hf", "export-hf x", "transcribe")),
 )
 """Command lines that read or write runs and exports in object storage."""
-NO_PATHS = {"KEY=VALUE", "[TEXT]", "EVAL"}
+NO_PATHS = {"KEY=VALUE", "[TEXT]", "EVAL", "NAME"}
 """Arguments that are no path, or text that may lie anywhere; options are one if their values are called so."""
 PATH_NAMES = {"DIR", "DIRECTORY", "FILE", "FIT.json", "FILE.html"}
 
@@ -42,7 +43,12 @@ def commands(group: Any, *names: str) -> Iterator[tuple[tuple[str, ...], Any]]:
 def path_arguments() -> Iterator[tuple[str, ...]]:
     """Command lines with a URL in the place of one path, and other arguments before it as far as they are needed."""
     for names, command in commands(typer.main.get_command(app)):
-        arguments_before: list[str] = []
+        arguments_before: list[str] = [
+            word
+            for parameter in command.params
+            if parameter.required and parameter.param_type_name == "option" and parameter.opts[0] == "--at"
+            for word in (parameter.opts[0], "1")
+        ]
         types = get_type_hints(inspect.unwrap(command.callback))
         for parameter in command.params:
             positional = parameter.param_type_name == "argument"

@@ -15,6 +15,8 @@ from lm_trainer.models import hf
 from tests.models.common import change
 from tests.models.test_hf_versions import WRITTEN_BY_4
 
+WITHOUT_LENGTH = ("mamba2",)
+"""Families whose files have no length of rows."""
 CHANGES: dict[str, Any] = {
     "seq_len": 1 << 20,
     "rope": {"type": "default", "theta": 77.0},
@@ -43,6 +45,8 @@ def test_what_is_not_changed_is_written_as_it_was(case: str) -> None:
     if not model.spec(rows).embedding.learned_positions:
         shorter = change(model, seq_len=8)
         assert source.adapt_to_model(shorter, rows, ByteTokenizer()) == source
+        if case in WITHOUT_LENGTH:
+            return
         with_context = source.adapt_to_model(shorter, rows, ByteTokenizer(), context=16)
         assert hf.config_from_hf(with_context.config)[0].seq_len == 16
 
@@ -54,6 +58,8 @@ def test_a_change_is_read_back(case: str) -> None:
     tried = 0
     for name, value in CHANGES.items():
         if name not in type(model).model_fields or (name == "seq_len" and model.spec(rows).embedding.learned_positions):
+            continue
+        if name == "seq_len" and case in WITHOUT_LENGTH:
             continue
         try:
             changed = change(model, **{name: value})
