@@ -155,12 +155,13 @@ class EncoderDecoder(Decoder):
         return EncodedCache(super().init_cache(len(features_BMP), capacity, dtype=dtype), cross)
 
     def decode_hidden(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: EncodedCache
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: EncodedCache, counts_B: jax.Array | None = None
     ) -> tuple[jax.Array, EncodedCache]:
         """Same as for `Decoder`, with a cache made by `encode`."""
         self_cache = cache.self_attention
         x_BTD = self.embed(tokens_BT, positions_BT).astype(self_cache.k.dtype)
-        context = make_cache_context(self.spec.blocks, positions_BT, self_cache.k.shape[2])._replace(memory=cache.cross)
+        context = make_cache_context(self.spec.blocks, positions_BT, self_cache.k.shape[2], counts_B)
+        context = context._replace(memory=cache.cross)
         x_BTD, filled, _ = run_blocks(self.spec, self.blocks, x_BTD, context, cache=self_cache)
         assert filled is not None
         return self.final_norm(x_BTD), cache._replace(self_attention=filled)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -141,8 +142,8 @@ print("jax" in sys.modules)
         check=True,
     )
     codes = [line for line in done.stdout.splitlines() if line.isdecimal()]
-    # A configuration that starts from another run is refused without that run.
-    expected = ["2" if "initialize_from:" in path.read_text() else "0" for path in shipped]
+    # A configuration that starts from another run, or learns from one, is refused without that run.
+    expected = ["2" if re.search(r"^ *(initialize_from|teacher):", path.read_text(), re.M) else "0" for path in shipped]
     assert codes == [*expected, *["2"] * (len(MISTAKES) + 1)]
     assert done.stdout.splitlines()[-1] == "False"
 

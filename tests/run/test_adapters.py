@@ -211,7 +211,7 @@ def test_what_cannot_be_adapted_is_refused(make_config: MakeConfig, in_tmp_path:
     write_base(Path("base"), seed=0)
     for model, message in (
         ({"activation_function": "relu"}, r"blocks\.0\.mlp\.activation: gelu_new there, relu here"),
-        ({"num_heads": 4}, r"blocks\.0\.attention\.num_heads: 2 there, 4 here"),
+        ({"num_heads": 4}, r"blocks\.0\.mixer\.num_heads: 2 there, 4 here"),
     ):
         with pytest.raises(UserError, match=rf"base is a model that computes something else .*\n  {message}"):
             plan(configuration(make_config, model=model))
