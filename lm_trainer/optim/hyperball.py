@@ -20,7 +20,8 @@ class HyperballState(NamedTuple):
     """State of `keep_norms`."""
 
     radius: PyTree
-    """By parameter: the Frobenius norm of each matrix at the start, float32 [L]; `optax.MaskedNode` if it is none."""
+    """By parameter: the Frobenius norm of each matrix at the start, float32 [L], or -1 before the first update;
+    `optax.MaskedNode` for other parameters."""
 
 
 def keep_norms(params: Params) -> optax.GradientTransformationExtraArgs:
@@ -36,14 +37,16 @@ def keep_norms(params: Params) -> optax.GradientTransformationExtraArgs:
     """
     matrices = {name: param for name, param in params.items() if is_matrix(param)}
 
-    def compute_radius(path: jax.tree_util.KeyPath, weight: jax.Array) -> PyTree:
+    # The first update computes the norms, because there a device has whole matrices. The initial weights may be
+    # sharded, and the bits of a sum over shards depend on their number.
+    def unknown_radius(path: jax.tree_util.KeyPath, _: jax.Array) -> PyTree:
         (key,) = path
         assert isinstance(key, jax.tree_util.DictKey)
-        return _norms(matrices[key.key].to_matrices(weight)) if key.key in matrices else optax.MaskedNode()
+        return jnp.full(matrices[key.key].matrix_shape[0], -1.0) if key.key in matrices else optax.MaskedNode()
 
     def init(weights: Arrays) -> HyperballState:
         # Maps over the tree, as optax's functions on states expect.
-        return HyperballState(jax.tree_util.tree_map_with_path(compute_radius, weights))
+        return HyperballState(jax.tree_util.tree_map_with_path(unknown_radius, weights))
 
     def update(
         updates: Arrays,
@@ -56,16 +59,18 @@ def keep_norms(params: Params) -> optax.GradientTransformationExtraArgs:
     ) -> tuple[Arrays, HyperballState]:
         del extra_args
         assert params is not None
-        moved = dict(updates)
+        moved, radius = dict(updates), dict(state.radius)
         for name, param in matrices.items():
             weight_LIO = param.to_matrices(params[name]).astype(jnp.float32)
             update_LIO = param.to_matrices(updates[name]).astype(jnp.float32)
-            radius_L11 = state.radius[name][:, None, None]
+            known_L = state.radius[name]
+            radius[name] = jnp.where(known_L < 0, _norms(weight_LIO), known_L)
+            radius_L11 = radius[name][:, None, None]
             target_LIO = weight_LIO + learning_rate * radius_L11 * _normalize(update_LIO)
             step_LIO = radius_L11 * _normalize(target_LIO) - weight_LIO
             step_LIO = jnp.where(radius_L11 > 0, step_LIO, update_LIO)
             moved[name] = param.from_matrices(step_LIO).astype(updates[name].dtype)
-        return moved, state
+        return moved, HyperballState(radius)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
