@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from lm_trainer.models.experts import (
     GroupedExpertsConfig,
+    check_expert_groups,
     expert_tensors,
     selection_bias_tensor,
     shared_expert_tensors,
@@ -62,17 +63,7 @@ class _DeepseekConfig(LatentConfig, GroupedExpertsConfig):
 
     @model_validator(mode="after")
     def _check_groups(self) -> "_DeepseekConfig":
-        if self.n_routed_experts % self.n_group or self.n_routed_experts < 2 * self.n_group:
-            raise ValueError(
-                f"n_routed_experts={self.n_routed_experts} cannot be divided into n_group={self.n_group} groups of two "
-                f"or more experts"
-            )
-        allowed = self.topk_group * (self.n_routed_experts // self.n_group)
-        if self.topk_group > self.n_group or self.num_experts_per_tok > allowed:
-            raise ValueError(
-                f"topk_group={self.topk_group} of n_group={self.n_group} groups do not have "
-                f"num_experts_per_tok={self.num_experts_per_tok} experts"
-            )
+        check_expert_groups(self, self.n_group, self.topk_group)
         return self
 
     def expert_spec(self, vocab_size: int, router: RouterSpec, *, interleaved: bool = True) -> DecoderSpec:

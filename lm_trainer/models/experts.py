@@ -90,6 +90,20 @@ class GroupedExpertsConfig(ExpertsConfig):
     `dense`: every expert for every token; `auto`: grouped where there is a kernel, otherwise dense."""
 
 
+def check_expert_groups(config: ExpertsConfig, n_group: int, topk_group: int) -> None:
+    """Raises ValueError if the experts cannot be divided into groups, or a token cannot choose enough of them."""
+    if config.n_routed_experts % n_group or config.n_routed_experts < 2 * n_group:
+        raise ValueError(
+            f"n_routed_experts={config.n_routed_experts} cannot be divided into n_group={n_group} groups of two or "
+            f"more experts"
+        )
+    if topk_group > n_group or config.num_experts_per_tok > topk_group * (config.n_routed_experts // n_group):
+        raise ValueError(
+            f"topk_group={topk_group} of n_group={n_group} groups do not have "
+            f"num_experts_per_tok={config.num_experts_per_tok} experts"
+        )
+
+
 def expert_tensors(router: str, names: Mapping[str, str]) -> tuple[HfTensor, ...]:
     """Lists router and experts of a layer. `names` maps gate, up and down to their names in the file (`{expert}`)."""
     # The file has one linear layer per expert, with outputs before inputs. Here there is one array with an `experts`

@@ -38,7 +38,7 @@ class Block(nnx.Module):
         self.parallel, self.shared_norm = spec.parallel, spec.shared_norm
         axis = {"embed": dim}
         self.attention_pre_norm = make_norm(spec.pre_norm, axis, init=init)
-        # The name of the mixer's parameters in checkpoints, whatever the kind of mixer.
+        # All kinds of mixers have this name in checkpoints.
         self.attention = build_mixer(spec.mixer, dim, init=init)
         self.attention_post_norm = make_norm(spec.post_norm, axis, init=init)
         has_mlp = spec.mlp is not None

@@ -85,7 +85,7 @@ def read_run(source: str) -> ReportedRun:
     gaps = _describe_gaps(path, listing.id, columns)
     if not columns.last_step:
         raise UserError(gaps[0] if gaps else f"{source}: this run has not done a step yet")
-    content, others = read_run_record(path), columns.other_lines
+    content, event_lines = read_run_record(path), columns.other_lines
     config = read_config(path)
     return ReportedRun(
         listing.id,
@@ -97,8 +97,8 @@ def read_run(source: str) -> ReportedRun:
         content.get("identity", {}),
         [_summarize_attempt(attempt) for attempt in read_attempts(path)],
         columns.curves,
-        [Alert(line["step"], line["alert"], line.get("message", "")) for line in others if "alert" in line],
-        [(line["step"], line["fingerprint"]) for line in others if "fingerprint" in line],
+        [Alert(line["step"], line["alert"], line.get("message", "")) for line in event_lines if "alert" in line],
+        [(line["step"], line["fingerprint"]) for line in event_lines if "fingerprint" in line],
         [_summarize_verification(entry) for entry in _read_json_lines(path / VERIFIED)],
         _read_json(path / SUMMARY, {}),
         _read_samples(path / TEXTS),

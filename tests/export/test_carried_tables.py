@@ -121,7 +121,7 @@ def test_every_field_of_a_family_is_known(model_type: str) -> None:
     fields = {field.name for field in dataclasses.fields(config_class)} | set(raw)
     # A window that no layer has: where layers have one, the field is read or refused.
     window = {"qwen3_moe": {"sliding_window"}, "qwen2_moe": {"sliding_window", "max_window_layers"}}
-    # Sums and copies of other fields, whatever the file says; groups are read where `topk_method` uses them.
+    # Computed from other fields, so a value in the file has no effect; groups are read where `topk_method` uses them.
     computed = {name: {"qk_head_dim", "head_dim"} for name in ("deepseek_v2", "deepseek_v3", "minicpm3")}
     computed["deepseek_v2"] |= {"n_group", "topk_group"}
     # A further module that predicts several tokens, which transformers leaves out too.
