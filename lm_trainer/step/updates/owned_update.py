@@ -294,14 +294,6 @@ class OwnedUpdate:
         """Makes each device update its own rows, which are consumed."""
         arguments = (rows, grads, shared, dict(scalars))
         programs = self._compile_group(group, *arguments)
-        if self._mesh.size == 1:
-            return programs[0](*arguments)
-        leaves, structure = jax.tree.flatten(arguments)
-        parts = [shards_by_device(x) for x in leaves]
-        results = [
-            program(*jax.tree.unflatten(structure, [part[device] for part in parts]))
-            for program, device in zip(programs, self._devices, strict=True)
-        ]
 
         def join_results(parts: Sequence[PyTree], sharding: NamedSharding, count: int | None) -> PyTree:
             def join_array(*x: jax.Array) -> jax.Array:
@@ -310,6 +302,17 @@ class OwnedUpdate:
 
             return jax.tree.map(join_array, *parts)
 
+        if self._mesh.size == 1:
+            # The rows go to `scatter` as they are, because dividing and joining arrays takes longer than the update of
+            # small weights.
+            new, new_shared, metrics = programs[0](*arguments)
+            return new, *(join_results([values], self._everywhere, None) for values in (new_shared, metrics))
+        leaves, structure = jax.tree.flatten(arguments)
+        parts = [shards_by_device(x) for x in leaves]
+        results = [
+            program(*jax.tree.unflatten(structure, [part[device] for part in parts]))
+            for program, device in zip(programs, self._devices, strict=True)
+        ]
         new, new_shared, metrics = zip(*results, strict=True)
         return (
             join_results(new, self._dealt, self._shards),
