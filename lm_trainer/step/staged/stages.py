@@ -415,7 +415,7 @@ class StagedForward:
 
 
 def _fill_shared(output: PyTree, stream: PyTree) -> PyTree:
-    """Returns the output of a stage, with the arrays of its input in place of None."""
+    """Returns the output of a stage, where None is replaced by the array of its input."""
     return jax.tree.map(lambda new, old: old if new is None else new, output, stream, is_leaf=lambda x: x is None)
 
 
