@@ -382,8 +382,3 @@ class DecoderSpec:
         """
         n = len(self.blocks)
         return next(p for p in range(1, n + 1) if all(self.blocks[i] == self.blocks[i % p] for i in range(n)))
-
-    def num_repeats(self, slot: int) -> int:
-        """Returns the number of layers at `slot` of the period; the last repeat of the period may be incomplete."""
-        # Ceiling division: counts the layers slot, slot + p, slot + 2p, ... that are below the number of layers.
-        return -(-(len(self.blocks) - slot) // self.period)

@@ -1,4 +1,4 @@
-"""Staged losses: a loss as the stages embedding, layers and head.
+"""Staged losses: a loss as the stages embedding, layers and head, possibly after the stages of an encoder.
 
 A step that computes the stages separately holds the parameters of only one stage at a time.
 
@@ -8,7 +8,7 @@ Shape letters: B rows, S positions, D hidden dimension.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,6 +38,8 @@ class Stream(NamedTuple):
     """Sums of the router statistics of the layers so far; None without routers."""
     logged: dict[str, jax.Array] = {}
     """Values logged so far; see `lm_trainer.step.staged.logged_stages`."""
+    memory: Any = None
+    """Values that layers and head may read but do not change, such as the output of an encoder; see `MemoryStack`."""
 
 
 LossSums = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
@@ -45,12 +47,11 @@ LossSums = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
 
 
 @dataclass(frozen=True)
-class StagedLoss:
-    """A loss in stages: `head(layer(... layer(embed)))`. A call `loss(model, batch, key)` computes all stages.
+class LayerStack:
+    """Layers that run one after another, and the stage before them.
 
     Each function takes a module, which must contain only the parameters that the function reads, and the microbatch's
-    dropout key; None disables dropout. `trainer.gather: layer` computes the stages separately, and so holds the
-    parameters of only one stage at a time.
+    dropout key; None disables dropout.
     """
 
     num_layers: int
@@ -62,9 +63,9 @@ class StagedLoss:
     layer: Callable[[Any, int, Stream, Batch, jax.Array, jax.Array | None], Stream]
     """`layer(model, slot, stream, batch, number, key)` returns the stream after a layer, the only one that the model
     contains under `layers[slot]`. Its parameters lack the axis over layers. `number`, an int32 scalar, is its index."""
-    head: Callable[[Any, Stream, Batch, jax.Array | None], LossSums]
-    """`head(model, stream, batch, key)` returns the results of the loss from the stream after the last layer."""
-    saving_layer: Callable[[Any, int, Stream, Batch, jax.Array, jax.Array | None], Stream] | None = None
+    saving_layer: Callable[[Any, int, Stream, Batch, jax.Array, jax.Array | None], Stream] | None = field(
+        default=None, kw_only=True
+    )
     """Same as `layer`, but its derivative recomputes only the values that the model's `remat` selects; None:
     derivatives recompute everything."""
 
@@ -73,17 +74,53 @@ class StagedLoss:
         """Number of kinds of layers; layers with the same index modulo the period are of one kind."""
         return len(self.layers)
 
-    def __call__(self, model: nnx.Module, batch: Batch, key: jax.Array | None) -> LossSums:
-        """Computes the loss of a complete model. Returns the results of `head`."""
+    def run(self, model: nnx.Module, batch: Batch, key: jax.Array | None, memory: Any = None) -> Stream:
+        """Computes the stream after the last layer of a complete model; `memory` as in `Stream`."""
         graphdef, state = nnx.split(model, nnx.Param)
         tree = nnx.to_pure_dict(state)
-        stream = self.embed(model, batch, key)
+        stream = self.embed(model, batch, key)._replace(memory=memory)
         for number in range(self.num_layers):
             row, slot = divmod(number, self.period)
             params = {n: x[row] if n.startswith(self.layers[slot]) else x for n, x in named_leaves(tree).items()}
             layer_model = nnx.merge(graphdef, from_named_leaves(tree, params))
-            stream = self.layer(layer_model, slot, stream, batch, jnp.int32(number), key)
-        return self.head(model, stream, batch, key)
+            stream = self.layer(layer_model, slot, stream, batch, jnp.int32(number), key)._replace(memory=memory)
+        return stream
+
+
+@dataclass(frozen=True)
+class MemoryStack(LayerStack):
+    """Layers that run before the layers of a staged loss, such as an encoder or a frozen reference model."""
+
+    finish: Callable[[Any, Stream, Batch, jax.Array | None], Any]
+    """`finish(model, stream, batch, key)` returns the `memory` of later streams, from the stream after the last layer.
+    It is computed in the stage of the loss's `embed`."""
+    name: str = field(default="encoder", kw_only=True)
+    """Name for use in plans."""
+
+
+@dataclass(frozen=True)
+class StagedLoss(LayerStack):
+    """A loss in stages: `head(layer(... layer(embed)))`. A call `loss(model, batch, key)` computes all stages.
+
+    `trainer.gather: layer` computes the stages separately, and so holds the parameters of only one stage at a time.
+    """
+
+    head: Callable[[Any, Stream, Batch, jax.Array | None], LossSums]
+    """`head(model, stream, batch, key)` returns the results of the loss from the stream after the last layer."""
+    memory: MemoryStack | None = field(default=None, kw_only=True)
+    """Layers that run first, and whose result is the `memory` of all streams of the other layers and of the head."""
+
+    @property
+    def stacks(self) -> tuple[LayerStack, ...]:
+        """All layers, in order of execution."""
+        return (self,) if self.memory is None else (self.memory, self)
+
+    def __call__(self, model: nnx.Module, batch: Batch, key: jax.Array | None) -> LossSums:
+        """Computes the loss of a complete model. Returns the results of `head`."""
+        memory = None
+        if self.memory is not None:
+            memory = self.memory.finish(model, self.memory.run(model, batch, key), batch, key)
+        return self.head(model, self.run(model, batch, key, memory), batch, key)
 
 
 def hidden_after_layers(model: Decoder, stream: Stream, batch: Batch, key: jax.Array | None) -> jax.Array:
@@ -100,7 +137,11 @@ def staged_token_loss(
     terms: LossTerms = CROSS_ENTROPY,
 ) -> StagedLoss:
     """Returns `lm_trainer.nn.loss.token_loss` in stages, for decoders of `spec`; the other arguments are the same."""
-    return _decoder_stages(spec, dtype, partial(hidden_loss, block_size=block_size, terms=terms))
+
+    def head(model: Decoder, h_BSD: jax.Array, stream: Stream, batch: Batch) -> LossSums:
+        return hidden_loss(model, h_BSD, stream.stats, batch, block_size=block_size, terms=terms)
+
+    return decoder_stages(spec, dtype, head)
 
 
 def staged_token_nll(
@@ -108,18 +149,26 @@ def staged_token_nll(
 ) -> StagedLoss:
     """Returns `lm_trainer.nn.loss.token_nll` in stages, for decoders of `spec`; the other arguments are the same."""
 
-    def head(model: Decoder, h_BSD: jax.Array, stats: RouterStats | None, batch: Batch) -> LossSums:
-        del stats
+    def head(model: Decoder, h_BSD: jax.Array, stream: Stream, batch: Batch) -> LossSums:
+        del stream
         return hidden_nll(model, h_BSD, batch, block_size=block_size, top=top)
 
-    return _decoder_stages(spec, dtype, head)
+    return decoder_stages(spec, dtype, head)
 
 
-_HeadFn = Callable[[Decoder, jax.Array, RouterStats | None, Batch], LossSums]
+HeadFn = Callable[[Decoder, jax.Array, Stream, Batch], Any]
+"""`head(model, h_BSD, stream, batch)` returns the results of the last stage; `h_BSD` are the inputs of the head."""
 
 
-def _decoder_stages(spec: DecoderSpec, dtype: DTypeLike, head: _HeadFn) -> StagedLoss:
-    """Makes a staged loss from `head(model, hidden states, router statistics, batch)`, its last stage."""
+def decoder_stages(spec: DecoderSpec, dtype: DTypeLike, head: HeadFn, memory: MemoryStack | None = None) -> StagedLoss:
+    """Returns a loss for decoders of `spec` in stages.
+
+    Args:
+        spec: description of the decoder, possibly with an encoder.
+        dtype: compute dtype.
+        head: last stage.
+        memory: layers that run first, if the decoder has no encoder.
+    """
 
     def layout(batch: Batch) -> tuple[bool, Callable[[Any], jax.Array]]:
         """Returns true for ring attention, and a function that reorders rows into the layout of the stream."""
@@ -143,6 +192,7 @@ def _decoder_stages(spec: DecoderSpec, dtype: DTypeLike, head: _HeadFn) -> Stage
     ) -> Stream:
         ring, reorder = layout(batch)
         context = make_context(spec.blocks, reorder(batch.positions), reorder(batch.segments), ring=ring)
+        context = context._replace(memory=stream.memory)
         block: Any = model.blocks[str(slot)]
         key = model.dropout_keys(key).blocks
         return Stream(*run_layer(block, stream.x_BSD, stream.stats, context, layer, key=key, remat=remat))
@@ -151,8 +201,61 @@ def _decoder_stages(spec: DecoderSpec, dtype: DTypeLike, head: _HeadFn) -> Stage
         if layout(batch)[0]:
             stream = stream._replace(x_BSD=from_zigzag(stream.x_BSD))
         h_BSD = hidden_after_layers(model, stream, batch, key)
-        return head(model, h_BSD, stream.stats, batch)
+        return head(model, h_BSD, stream, batch)
 
     saving = partial(layer_with, spec.remat) if spec.saves_inside_layers else None
     layers = tuple(f"blocks.{slot}." for slot in range(spec.period))
-    return StagedLoss(len(spec.blocks), layers, embed, partial(layer_with, "none"), last, saving)
+    layer, count = partial(layer_with, "none"), len(spec.blocks)
+    memory = memory if spec.encoder is None else _encoder_stages(spec.encoder_stack, dtype)
+    return StagedLoss(count, layers, embed, layer, last, saving_layer=saving, memory=memory)
+
+
+def _encoder_stages(stack: DecoderSpec, dtype: DTypeLike) -> MemoryStack:
+    """Makes the stages of the encoder of an `EncoderDecoder`, whose layers `stack` describes."""
+
+    def embed(model: Any, batch: Batch, key: jax.Array | None) -> Stream:
+        return Stream(model.embed_features(batch, dtype=dtype, key=key))
+
+    def layer_with(  # noqa: PLR0913 - as for `LayerStack.layer`
+        remat: Remat, model: Any, slot: int, stream: Stream, batch: Batch, layer: jax.Array, key: jax.Array | None
+    ) -> Stream:
+        del batch
+        context = model.encoder.make_context(stream.x_BSD)
+        block, key = model.encoder.blocks[str(slot)], model.encoder_keys(key).blocks
+        return Stream(*run_layer(block, stream.x_BSD, None, context, layer, key=key, remat=remat))
+
+    def finish(model: Any, stream: Stream, batch: Batch, key: jax.Array | None) -> jax.Array:
+        del batch, key
+        return model.encoder.final_norm(stream.x_BSD)
+
+    saving = partial(layer_with, stack.remat) if stack.saves_inside_layers else None
+    layers = tuple(f"encoder.blocks.{slot}." for slot in range(stack.period))
+    return MemoryStack(len(stack.blocks), layers, embed, partial(layer_with, "none"), finish, saving_layer=saving)
+
+
+def frozen_stack(
+    name: str, prefix: str, part: Callable[[Any], Decoder], spec: DecoderSpec, dtype: DTypeLike, head: HeadFn
+) -> MemoryStack:
+    """Returns the layers of a frozen decoder inside a model, without dropout.
+
+    Args:
+        name: as in `MemoryStack`.
+        prefix: prefix of the names of the decoder's parameters in the model.
+        part: returns the decoder of a model.
+        spec: description of the decoder.
+        dtype: compute dtype.
+        head: returns the memory.
+    """
+    stages = decoder_stages(spec, dtype, head)
+
+    def without_dropout(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda model, *args: function(part(model), *args[:-1], None)
+
+    return MemoryStack(
+        stages.num_layers,
+        tuple(f"{prefix}{layers}" for layers in stages.layers),
+        without_dropout(stages.embed),
+        without_dropout(stages.layer),
+        without_dropout(stages.head),
+        name=name,
+    )

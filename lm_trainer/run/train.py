@@ -21,6 +21,7 @@ from lm_trainer.export.settings import HfSettings
 from lm_trainer.models import DecoderConfig
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.profile.flops import flops_per_token, recomputed_flops_per_token
+from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.gather_memory import plan_for_memory
 from lm_trainer.run.build.model import recomputes_layers, teacher_flops, trace_model
 from lm_trainer.run.build.setup import TrainingSetup, setup_from_config
@@ -238,7 +239,7 @@ def _build_prepared_run(
     setup = plan_for_memory(
         lambda trainer: setup_from_config(config, trainer, model),
         config.trainer,
-        config.model.seq_len,
+        random_batch(1, config.model.seq_len, 2, config.model.features_shape),
         attempt.progress.note,
     )
     state = attempt.load_state(setup, setup.init, data.fingerprints, config=loads)
