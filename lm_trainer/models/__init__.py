@@ -17,6 +17,7 @@ from lm_trainer.models.gemma import Gemma2Config, Gemma3Config, GemmaConfig
 from lm_trainer.models.glm import Glm4Config
 from lm_trainer.models.glm_moe import Glm4MoeConfig
 from lm_trainer.models.gpt2 import Gpt2Config
+from lm_trainer.models.gpt_oss import GptOssConfig
 from lm_trainer.models.granite import GraniteConfig
 from lm_trainer.models.llama import LlamaConfig
 from lm_trainer.models.mamba import Mamba2Config
@@ -70,6 +71,7 @@ AnyFamily = (
     | Qwen2MoeConfig
     | OlmoeConfig
     | Glm4MoeConfig
+    | GptOssConfig
     | MptConfig
     | BackpackConfig
     | WhisperConfig
@@ -101,6 +103,7 @@ __all__ = [
     "Glm4MoeConfig",
     "Gpt2Config",
     "GptNeoxConfig",
+    "GptOssConfig",
     "GraniteConfig",
     "LlamaConfig",
     "Mamba2Config",

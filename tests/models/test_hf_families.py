@@ -242,6 +242,14 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
          {"use_qk_norm": True}, {"attention_bias": True},
          {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}}],
     ),
+    "gpt_oss": (
+        "GptOss",
+        {**SHARED, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": WINDOW,
+         "rope_parameters": {**YARN, "truncate": False}},
+        [{"num_experts_per_tok": 1}, {"sliding_window": 8}, {"layer_types": ["sliding_attention"] * 2},
+         {"swiglu_alpha": 1.0}, {"swiglu_limit": 0.5}, {"attention_bias": False}, {"rope_parameters": YARN},
+         {"rope_parameters": PLAIN}, {"rms_norm_eps": 0.1}, {"tie_word_embeddings": True}],
+    ),
     "mpt": (
         "Mpt",
         {"vocab_size": 67, "d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 64,
@@ -428,6 +436,7 @@ def test_a_tied_head_may_be_repeated_but_not_differ(make_hf_model):
         ("qwen3_next", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
         ("mamba2", {"hidden_act": "relu"}, "hidden_act='relu' is not supported, only 'silu'"),
         ("mamba2", {"expand": 3}, "num_heads=4 of head_dim=16 are not expand=3 times hidden_size=32"),
+        ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is not supported"),
         ("minicpm3", {"mlp_bias": True}, "mlp_bias=True is not supported, only False"),
         ("minicpm3", {"num_key_value_heads": 2}, "num_key_value_heads is not supported where it differs"),
         ("apertus", {"attention_bias": True}, "attention_bias=True is not supported, only False"),

@@ -74,6 +74,8 @@ OLD_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("minicpm3", {"scale_depth": GONE, "dim_model_base": GONE, "scale_emb": GONE, "v_head_dim": GONE}),
     ("nanochat", {"rope_parameters": GONE, "final_logit_softcapping": GONE, "hidden_act": GONE, "rms_norm_eps": GONE}),
     ("nanochat", {"final_logit_softcapping": None}),
+    ("gpt_oss", {"rope_parameters": GONE, "layer_types": GONE, "swiglu_alpha": GONE, "swiglu_limit": GONE}),
+    ("gpt_oss", {"rope_parameters": GONE, "rope_scaling": OLD_YARN, "rope_theta": 500.0, "attention_bias": GONE}),
     ("apertus", {"rope_parameters": GONE, "rope_scaling": OLD_LLAMA3, "rope_theta": 500.0, "hidden_act": GONE}),
 ]  # fmt: skip
 """A family, and the edits of a config.json that transformers 5 wrote."""
@@ -163,6 +165,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
                          "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707,
                                           "mscale_all_dim": 0.707, "original_max_position_embeddings": 32,
                                           "type": "yarn"}},
+    "gpt-oss": {"model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0, "experts_per_token": 2,
+                "head_dim": 8, "hidden_act": "silu", "initial_context_length": 32, "num_experts_per_tok": 2,
+                "layer_types": ["sliding_attention", "full_attention"] * 2, "num_local_experts": 4,
+                "output_router_logits": False, "pad_token_id": 3, "rms_norm_eps": 1e-5, "rope_theta": 150000,
+                "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
+                                 "original_max_position_embeddings": 32, "truncate": False},
+                "router_aux_loss_coef": 0.9, "sliding_window": 16, "swiglu_limit": 7.0, "tie_word_embeddings": False},
     "MiniCPM3": {"model_type": "minicpm3", "attention_bias": False, "attention_dropout": 0.0, "dim_model_base": 16,
                  "kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 6,
                  "rms_norm_eps": 1e-5, "scale_depth": 1.4, "scale_emb": 12, "num_key_value_heads": 4,
