@@ -19,6 +19,7 @@ from lm_trainer.models.glm_moe import Glm4MoeConfig
 from lm_trainer.models.gpt2 import Gpt2Config
 from lm_trainer.models.gpt_oss import GptOssConfig
 from lm_trainer.models.granite import GraniteConfig
+from lm_trainer.models.granite4 import Granite4Config
 from lm_trainer.models.llama import LlamaConfig
 from lm_trainer.models.mamba import Mamba2Config
 from lm_trainer.models.minicpm import MiniCpm3Config
@@ -72,6 +73,7 @@ AnyFamily = (
     | OlmoeConfig
     | Glm4MoeConfig
     | GptOssConfig
+    | Granite4Config
     | MptConfig
     | BackpackConfig
     | WhisperConfig
@@ -104,6 +106,7 @@ __all__ = [
     "Gpt2Config",
     "GptNeoxConfig",
     "GptOssConfig",
+    "Granite4Config",
     "GraniteConfig",
     "LlamaConfig",
     "Mamba2Config",

@@ -60,6 +60,7 @@ OTHER: dict[str, Any] = {
     "softmax_scale": 9.0,
     "time_step_limit": (0.1, 0.5),
     "q_lora_rank": 12,
+    "attention_layers": (0,),
     "num_experts_per_tok": 1,
     "mlp_only_layers": (1,),
     "layers_without_rope": (0,),
