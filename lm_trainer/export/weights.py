@@ -132,8 +132,8 @@ class Weights(Mapping[str, np.ndarray]):
     """Tensors of a directory by name. Each tensor is read from its file on demand.
 
     Floating-point tensors are converted to float32, which is exact for float16 and bfloat16; other dtypes are
-    unchanged. Pairs of tensors in MXFP4 are one tensor, with its values in float32. `dtypes` has the names of the dtypes
-    that occur (`F32`, `BF16`, ...).
+    unchanged. Pairs of tensors in MXFP4 are one tensor, with its values in float32. `dtypes` has the names of the
+    dtypes that occur (`F32`, `BF16`, ...).
 
     Raises:
         UserError: when opened, for a directory without safetensors files, an index that refers to files outside it, or

@@ -1,5 +1,5 @@
-"""Granite 4 (IBM 2025): state-space models in most layers, attention in the others, an MLP that all tokens pass, with or
-without experts, and Granite 3's constant multipliers.
+"""Granite 4 (IBM 2025): state-space models in most layers, attention in the others, an MLP that all tokens pass, with
+or without experts, and Granite 3's constant multipliers.
 """
 
 import math
@@ -78,7 +78,9 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _to_hf(config: "Granite4Config") -> dict[str, Any]:
     width, layers = config.mamba_num_heads * config.mamba_head_dim, config.layers_with_attention
     if width % config.hidden_dim:
-        raise ValueError(f"mamba_num_heads * mamba_head_dim = {width} is not a multiple of hidden_dim={config.hidden_dim}")
+        raise ValueError(
+            f"mamba_num_heads * mamba_head_dim = {width} is not a multiple of hidden_dim={config.hidden_dim}"
+        )
     return {
         "layer_types": ["attention" if layer in layers else "mamba" for layer in range(config.num_layers)],
         "position_embedding_type": "rope" if config.use_rope else "nope",

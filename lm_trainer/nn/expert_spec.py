@@ -68,8 +68,8 @@ class SharedExpertSpec:
 
 @dataclass(frozen=True)
 class ClampedGluSpec:
-    """A gated activation with bounded arguments (arXiv 2508.10925): g sigmoid(slope g) (u + 1) for a gate, of which g is
-    the minimum with `limit`, and a linear term, of which u is bounded to `limit` in both directions.
+    """A gated activation with bounded arguments (arXiv 2508.10925): g sigmoid(slope g) (u + 1), where g is the gate, at
+    most `limit`, and u is the linear term, bounded to `limit` in both directions.
     """
 
     slope: float = 1.702

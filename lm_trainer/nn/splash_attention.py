@@ -99,7 +99,7 @@ def compute(spec: AttentionSpec, inputs: AttentionInputs, *, interpret: bool = F
     return divided(q_BSNH, k_BSKH, v_BSKH, segments_BS, sinks_N)
 
 
-def _run(
+def _run(  # noqa: PLR0913 - the arguments of attention
     spec: AttentionSpec,
     q_BSNH: jax.Array,
     k_BSKH: jax.Array,

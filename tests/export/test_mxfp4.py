@@ -58,7 +58,7 @@ def test_the_values_and_logits_are_those_of_transformers(quantized: Path) -> Non
     weights = Weights(quantized)
     assert weights.dtypes == {"F32", MXFP4}
     values = weights[GATE_UP]
-    assert len(np.unique(np.abs(values))) > 20
+    assert len(np.unique(np.abs(values))) > 10
     np.testing.assert_array_equal(values, model.state_dict()[GATE_UP].numpy())
     ids = np.random.default_rng(0).integers(0, 67, (2, 48))
     with torch.no_grad():

@@ -80,7 +80,9 @@ def on_one_device(spec: AttentionSpec):
         bias = bias + alibi_bias(spec.positions, N, POSITIONS[:, :, None] - POSITIONS[:, None, :])
     scores = ScoreSpec(softcap=spec.scores.softcap)
     unsharded_spec = AttentionSpec(N, H, num_kv_heads=K, scores=scores, sinks=spec.sinks)
-    return lambda q, k, v, *sinks: dispatch_attention(unsharded_spec, q, k, v, bias, sinks_N=sinks[0] if sinks else None)
+    return lambda q, k, v, *sinks: dispatch_attention(
+        unsharded_spec, q, k, v, bias, sinks_N=sinks[0] if sinks else None
+    )
 
 
 def result_and_gradients(attention: Any, *arrays: jax.Array) -> Any:

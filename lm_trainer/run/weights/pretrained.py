@@ -220,7 +220,9 @@ class HfCheckpoint:
         dtypes, context = ", ".join(sorted(self.weights.dtypes)), self.config.seq_len
         text = f"starting from the weights of {self.name}: {self.config.type}, {count:,} parameters, {dtypes}, {files}"
         if MXFP4 in self.weights.dtypes:
-            text += "; weights in MXFP4 are dequantized, and exports are not quantized again (bf16 holds all their values)"
+            text += (
+                "; weights in MXFP4 are dequantized, and exports are not quantized again (bf16 holds all their values)"
+            )
         return f"{text}; exports keep its context of {context:,} tokens" if model.seq_len < context else text
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
