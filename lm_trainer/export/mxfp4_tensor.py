@@ -92,10 +92,9 @@ def join_mxfp4(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | M
     joined: dict[str, StoredTensor | Mxfp4Tensor] = dict(stored)
     for blocks_name in [name for name in stored if name.endswith(_CODES[0])]:
         name = blocks_name.removesuffix(_CODES[0])
-        pair = stored[blocks_name], stored.get(name + _CODES[1])
-        if pair[1] is None or pair[0].dtype != "U8" or pair[1].dtype != "U8":
+        blocks, scales = stored[blocks_name], stored.get(name + _CODES[1])
+        if scales is None or blocks.dtype != "U8" or scales.dtype != "U8":
             continue
-        blocks, scales = pair
         if len(scales.shape) != 3 or blocks.shape != (*scales.shape, _BLOCK // 2):
             raise UserError(
                 f"{blocks.file}: {blocks_name} has the shape {list(blocks.shape)}, which does not fit the shape "

@@ -49,7 +49,7 @@ def test_the_values_and_logits_are_those_of_transformers(quantized: Path) -> Non
     import torch
     import transformers
 
-    dequantize = transformers.Mxfp4Config(dequantize=True)
+    dequantize = transformers.Mxfp4Config(dequantize=True)  # pyright: ignore[reportAttributeAccessIssue]
     model: Any = transformers.GptOssForCausalLM.from_pretrained(
         quantized, quantization_config=dequantize, dtype=torch.float32, attn_implementation="eager"
     )

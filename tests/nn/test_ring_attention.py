@@ -38,8 +38,8 @@ def spec_of(block_size: int | None = 3, *, window: int | None = None, alibi: boo
     return AttentionSpec(N, H, num_kv_heads=K, positions=positions, window=window, scores=scored)
 
 
-def in_a_ring(spec: AttentionSpec, devices: int, key: jax.Array | None = None):
-    """A function of queries, keys and values, whole on the outside, that `devices` compute together."""
+def in_a_ring(spec: AttentionSpec, devices: int, key: jax.Array | None = None) -> Any:
+    """A function of queries, keys, values and any sinks, whole on the outside, that `devices` compute together."""
 
     def part(
         q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, positions: jax.Array, *sinks: jax.Array

@@ -26,7 +26,10 @@ from tests.run.conftest import MakeConfig
 
 STEPS, ROWS = 3, 8
 EIGHT = ("gpt2", "mixtral", "deepseek_v3", "mamba2")
-MOST_PARTS = ("llama", "gemma3", "mpt", "backpack", "cohere2", "apertus", "deepseek_v3", "mamba2")
+MOST_PARTS = (
+    *("llama", "gemma3", "mpt", "backpack", "cohere2"),
+    *("apertus", "deepseek_v3", "mamba2", "gpt_oss", "granite4"),
+)
 
 
 def train(path: Path, devices: int) -> tuple[list[bytes], dict[str, bytes]]:
