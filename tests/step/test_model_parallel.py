@@ -26,8 +26,6 @@ from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.loss.gradient import Sums
 from lm_trainer.step.state.train_state import to_host
 
-pytestmark = pytest.mark.optimised
-
 VOCAB, ROWS, SEQ = 61, 4, 32
 SIZES = {"seq_len": SEQ, "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "scan_layers": True}
 GPT2 = {"type": "gpt2", **SIZES, "resid_pdrop": 0.0, "embed_pdrop": 0.0, "gradient_checkpointing": False}
@@ -115,8 +113,10 @@ def assert_close(model: dict[str, Any], sizes: dict[str, int], **trainer: Any) -
 
 
 @pytest.mark.slow
+@pytest.mark.optimised
 def test_positions_cut_over_devices_take_less_memory_and_compute_the_same() -> None:
-    memory, one = assert_close(MISTRAL, {"context": 4})
+    # A window of its own: the reference of the other tests is compiled without XLA's optimisations.
+    memory, one = assert_close({**MISTRAL, "sliding_window": 8}, {"context": 4})
     assert memory.temp_size_in_bytes < 0.4 * one.temp_size_in_bytes
 
 
@@ -164,6 +164,7 @@ def test_pairs_of_axes_and_what_models_have(model: dict[str, Any], sizes: dict[s
 
 
 @pytest.mark.slow
+@pytest.mark.optimised
 @pytest.mark.parametrize(
     ("model", "axis"),
     [(LLAMA, "context"), (LLAMA | RING, "context"), (MIXTRAL, "expert"), (GPT2, "pipeline"), (GPT2, "model")],
@@ -184,7 +185,7 @@ def test_bits_do_not_depend_on_the_axes_of_the_batch(model: dict[str, Any], axis
         held_out = planned.evaluate(state.params, [batch])["loss"]
         return [*results, np.float64(held_out).tobytes(), *(x.tobytes() for x in to_host(state.params).values())]
 
-    assert bits(2) == bits(8)
+    assert bits(2) == bits(4)
 
 
 @pytest.mark.slow
