@@ -245,4 +245,4 @@ def test_draws_are_from_the_tokens_that_transformers_draws_from(tmp_path: Path) 
         )
         assert configured._generation_setting(name, {}) == 0.5
         assert configured._generation_setting(name, {name: 0.25}) == 0.25
-        assert configured._not_computed == "num_beams=4"
+        assert "asks for num_beams=4, by which" in str(configured._generation_note)
