@@ -8,6 +8,7 @@ from cli import clean
 from cli.common import JsonOption, OverridesArgument, RunArgument, check_is_run
 
 if TYPE_CHECKING:
+    from lm_trainer.reproduce.record import RunRecord
     from lm_trainer.reproduce.verify import Segment
 
 _COLUMNS = "{:<16}{:>8}{:>14}  {}"
@@ -40,8 +41,8 @@ def verify(
     Compares losses, gradient norms, and fingerprints of the parameters and the optimizer state. Does not modify the
     run, which may still be in progress, except that the result is appended to RUN_DIR/verified.jsonl. The devices may
     differ from the devices of the run, because overrides may change any setting that does not affect the results. Exit
-    codes: 0 if all are equal, 1 at the first difference. Missing lines of metrics are reported, but do not count as
-    differences.
+    codes: 0 if all are equal, 1 at the first difference. Missing and changed lines of metrics are reported, but do not
+    count as differences.
 
     Examples:
         lmt verify my-run --segments 3
@@ -57,7 +58,6 @@ def verify(
     import random
     import sys
 
-    from lm_trainer.reproduce.lost_metrics import find_lost_metrics
     from lm_trainer.reproduce.record import RunRecord
     from lm_trainer.reproduce.rerun import QuietProgress
     from lm_trainer.reproduce.verify import (
@@ -75,10 +75,9 @@ def verify(
     candidates = find_segments(record, max_steps)
     chosen = choose_segments(candidates, segments, seed)
     changes = environment_changes(record, chosen, overrides or [])
-    lost = find_lost_metrics(record.path, record.checkpoints)
+    warnings, metrics = _check_metrics(record)
     if not as_json:
-        gaps = lost.describe_by_file(record.path, record.id) if lost else []
-        _print_header(record.id, f"{len(chosen)} of {len(candidates)} segments, seed {seed}", gaps, changes)
+        _print_header(record.id, f"{len(chosen)} of {len(candidates)} segments, seed {seed}", warnings, changes)
     done: list[Segment] = []
     with QuietProgress(record.last, stream=sys.stderr) as progress:
         for segment in verify_segments(record, chosen, overrides=overrides or [], progress=progress):
@@ -89,8 +88,7 @@ def verify(
         clean.echo(f"note: {record.path} cannot be written, so the outcome is not kept there")
     differs = done[-1].difference
     if as_json:
-        content = {"run": record.id, "seed": seed, "equal": not differs, "changes": changes}
-        content["missing"] = lost.lines if lost else {}
+        content = {"run": record.id, "seed": seed, "equal": not differs, "changes": changes, **metrics}
         # Existing scripts depend on the old key in the JSON.
         clean.echo(
             json.dumps(encode_non_finite(content | {"stretches": [_segment_as_dict(segment) for segment in done]}))
@@ -104,16 +102,30 @@ def verify(
         raise typer.Exit(1)
 
 
+def _check_metrics(record: "RunRecord") -> tuple[list[str], dict[str, Any]]:
+    """Returns warnings about missing and changed lines of metrics, and the same for the JSON output."""
+    from lm_trainer.reproduce.lost_metrics import find_changed_metrics, find_lost_metrics
+
+    lost, changed = find_lost_metrics(record.path, record.checkpoints), find_changed_metrics(record)
+    warnings = lost.describe_by_file(record.path, record.id) if lost else []
+    if changed is not None:
+        warnings.append(changed.describe(record.path, record.id))
+    return warnings, {
+        "missing": lost.lines if lost else {},
+        "changed_metrics": [changed.first, changed.last] if changed else None,
+    }
+
+
 def _segment_as_dict(segment: "Segment") -> dict[str, Any]:
     from dataclasses import asdict
 
     return asdict(segment) | {"difference": segment.difference and segment.difference._asdict()}
 
 
-def _print_header(name: str, description: str, gaps: list[str], changes: list[str]) -> None:
+def _print_header(name: str, description: str, warnings: list[str], changes: list[str]) -> None:
     clean.echo(f"run {name}: {description}")
-    for gap in gaps:
-        clean.echo(f"warning: {gap}")
+    for warning in warnings:
+        clean.echo(f"warning: {warning}")
     if changes:
         clean.echo("what runs here is not what the run was computed with, so bits may differ:")
         for change in changes:

@@ -29,6 +29,7 @@ from lm_trainer.run.files.directory import RunDirectory, checkpoint_directory
 from lm_trainer.run.files.environment import describe_environment, environment_differences
 from lm_trainer.run.files.records import RUN, read_run_record
 from lm_trainer.run.training.checkpoints import EMPTY_STEPS
+from lm_trainer.run.weights.saved_model import copy_model_files
 from lm_trainer.run.weights.saved_state import save_state
 from lm_trainer.trackers import Progress
 
@@ -196,6 +197,7 @@ def _link_checkpoint(plan: BranchPlan, directory: RunDirectory) -> None:
     assert isinstance(target, Path)
     with directory:
         directory.set_branch(plan.point)
+        copy_model_files(plan.record.checkpoints, target)
         pin_step(target, step, plan.name)
         # Resolved, because the parent may itself be a branch whose first checkpoint is a link.
         (target / str(step)).symlink_to((Path(str(plan.record.checkpoints)) / str(step)).resolve())
@@ -213,6 +215,7 @@ def _replay_checkpoint(plan: BranchPlan, directory: RunDirectory, progress: Prog
                 raise UserError(_explain_difference(record, difference))
         with directory:
             directory.set_branch(point)
+            copy_model_files(record.checkpoints, directory.checkpoints)
             _save_checkpoint(plan, directory, rerun)
 
 

@@ -28,7 +28,7 @@ from lm_trainer.run.files.fingerprint import compute_fingerprint, extend_chain
 from lm_trainer.run.train import PreparedRun, prepare_run
 from lm_trainer.run.training.hooks import read_scalar
 from lm_trainer.run.training.metrics import step_metrics
-from lm_trainer.run.weights.saved_model import SETTINGS
+from lm_trainer.run.weights.saved_model import copy_model_files
 from lm_trainer.run.weights.saved_state import arrays_to_save
 from lm_trainer.step.base import Observer
 from lm_trainer.step.updates.watch import WatchConfig
@@ -205,12 +205,9 @@ def _link_checkpoint(config: RunConfig, checkpoints: StoragePath, step: int, scr
         trainer = config.trainer.model_copy(update={"load_checkpoint_path": str(checkpoints / step)})
         return config.model_copy(update={"trainer": trainer})
     scratch.mkdir(parents=True)
-    for name in ("config.yaml", "tokenizer", SETTINGS):
-        source = checkpoints / name
-        if source.is_dir():
-            shutil.copytree(source, scratch / name)
-        elif source.is_file():
-            shutil.copyfile(source, scratch / name)
+    if (checkpoints / "config.yaml").is_file():
+        shutil.copyfile(checkpoints / "config.yaml", scratch / "config.yaml")
+    copy_model_files(checkpoints, scratch)
     (scratch / str(step)).symlink_to(checkpoints / str(step), target_is_directory=True)
     return config
 

@@ -188,7 +188,7 @@ def prepare_run(
         raise UserError(str(error)) from None
     trainer = config.trainer.model_copy(update={"id": name})
     with open_attempt(trainer, config, progress, allow_config_change=allow_config_change) as attempt:
-        config = config.model_copy(update={"trainer": attempt.config})
+        config = _with_recorded_sections(config, attempt)
         hub_name = check_exports(config, name)
         progress.note(f"run {name}, in {attempt.directory.path}")
         for note in pretrained.notes if pretrained else ():
@@ -197,6 +197,13 @@ def prepare_run(
             for note in data.notes:
                 progress.note(note)
             yield _build_prepared_run(config, attempt, data, pretrained, hub_name)
+
+
+def _with_recorded_sections(config: RunConfig, attempt: Attempt) -> RunConfig:
+    """Returns the configuration with the keys that a run which continues has from its record."""
+    recorded = attempt.directory.config
+    assert isinstance(recorded, RunConfig)
+    return config.model_copy(update={"trainer": attempt.config, "data": recorded.data, "model": recorded.model})
 
 
 def _build_prepared_run(
