@@ -7,7 +7,7 @@ Shape letters: B rows, S positions, D hidden dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -75,15 +75,21 @@ class StagedLoss:
 
     def __call__(self, model: nnx.Module, batch: Batch, key: jax.Array | None) -> LossSums:
         """Computes the loss of a complete model. Returns the results of `head`."""
+        *_, stream = self.streams(model, batch, key)
+        return self.head(model, stream, batch, key)
+
+    def streams(self, model: nnx.Module, batch: Batch, key: jax.Array | None) -> Iterator[Stream]:
+        """Yields the stream of a complete model after the embedding and after each layer."""
         graphdef, state = nnx.split(model, nnx.Param)
         tree = nnx.to_pure_dict(state)
         stream = self.embed(model, batch, key)
+        yield stream
         for number in range(self.num_layers):
             row, slot = divmod(number, self.period)
             params = {n: x[row] if n.startswith(self.layers[slot]) else x for n, x in named_leaves(tree).items()}
             layer_model = nnx.merge(graphdef, from_named_leaves(tree, params))
             stream = self.layer(layer_model, slot, stream, batch, jnp.int32(number), key)
-        return self.head(model, stream, batch, key)
+            yield stream
 
 
 def hidden_after_layers(model: Decoder, stream: Stream, batch: Batch, key: jax.Array | None) -> jax.Array:
