@@ -9,7 +9,7 @@ from typing import Any
 from lm_trainer.core.errors import UserError
 from lm_trainer.reproduce.compare import Comparison, Divergence, compare_runs
 from lm_trainer.reproduce.record import RunRecord, is_bitwise_equal
-from lm_trainer.reproduce.rerun import open_rerun
+from lm_trainer.reproduce.rerun import configure_as_recorded, open_rerun
 from lm_trainer.reproduce.step_trace import Location, StepTrace, find_first_difference, trace_step
 from lm_trainer.trackers import Progress
 
@@ -75,6 +75,8 @@ def bisect_runs(a: RunRecord, b: RunRecord, progress: Progress) -> RunBisection:
     """
     if a.path == b.path:
         raise UserError(f"{a.id} is given twice; name two runs, such as a run and its repetition")
+    # Before a checkpoint is read, which starts the backends.
+    configure_as_recorded(a, a.load_config(a.last).trainer, a.last)
     comparison = compare_runs(a, b)
     divergence = comparison.divergence
     if divergence is None:

@@ -20,7 +20,7 @@ from lm_trainer.core.files import local_path, write_atomically
 from lm_trainer.core.safe_names import check_relative_path, path_inside
 from lm_trainer.reproduce.record import RunRecord
 from lm_trainer.reproduce.same_data import check_same_data, open_complete_data
-from lm_trainer.reproduce.signature import SIGNATURE, sign, verify_signature
+from lm_trainer.reproduce.signature import SIGNATURE, read_key, sign, verify_signature
 from lm_trainer.run.files.fingerprint import compute_fingerprint, extend_chain
 from lm_trainer.run.files.records import ENVIRONMENT, RUN
 from lm_trainer.run.weights.saved_model import SETTINGS, TOKENIZER
@@ -60,11 +60,17 @@ def write_proof(record: RunRecord, directory: Path, key: Path, *, checkpoints: b
     """
     if directory.exists() and any(directory.iterdir()):
         raise UserError(f"-o {directory}: the directory is not empty; name a new one")
+    if checkpoints and isinstance(record.checkpoints, Bucket):
+        raise UserError(
+            f"--checkpoints: {record.checkpoints} is in a bucket; copy it to checkpoints/{record.id} in the proof"
+        )
     if record.branch is not None:
         raise UserError(
             f"{record.id} is a branch of {record.branch.parent}, whose steps its own record does not have; prove "
             f"{record.branch.parent}, and the branch by `lmt verify`"
         )
+    # Read first, so that a wrong key leaves no directory.
+    private = read_key(key)
     saved = {step: record.read_checkpoint(step) for step in record.checkpoint_steps()}
     saved = {step: content for step, content in saved.items() if content}
     if not saved or "fingerprint" not in saved[max(saved)]:
@@ -93,7 +99,7 @@ def write_proof(record: RunRecord, directory: Path, key: Path, *, checkpoints: b
         "files": {name: _sha256(directory / name) for name in _list_files(directory / run_path, directory)},
     }
     content = json.dumps(encode_non_finite(statement), indent=1, sort_keys=True) + "\n"
-    signature = sign(key, content.encode())
+    signature = sign(private, content.encode())
     write_atomically(directory / PROOF, content)
     write_atomically(directory / SIGNATURE, signature)
     return statement
@@ -116,10 +122,7 @@ def _copy_records(record: RunRecord, target: Path) -> None:
 
 
 def _copy_checkpoints(record: RunRecord, target: Path) -> None:
-    if isinstance(record.checkpoints, Bucket):
-        raise UserError(
-            f"--checkpoints: {record.checkpoints} is in a bucket; copy it to checkpoints/{record.id} in the proof"
-        )
+    assert isinstance(record.checkpoints, Path)
     for name in (*_COPIED, *map(str, record.checkpoint_steps())):
         source = record.checkpoints / name
         if source.is_dir():

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lm_trainer.core.errors import UserError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 SIGNATURE = "signature.json"
 _ALGORITHM = "Ed25519"
 _HEX_KEY = re.compile(r"[0-9a-f]{64}")
 
 
-def sign(key: Path, content: bytes) -> str:
-    """Signs bytes, and returns the content of a signature file.
-
-    Args:
-        key: PEM file with a private Ed25519 key without a password.
-        content: the bytes to sign.
+def read_key(key: Path) -> Ed25519PrivateKey:
+    """Reads a private Ed25519 key without a password from a PEM file.
 
     Raises:
         UserError: if the key is missing or of another kind, or the package is not installed.
@@ -38,8 +38,12 @@ def sign(key: Path, content: bytes) -> str:
         raise UserError(f"--key {key}: this is no private key in PEM form without a password ({error})") from None
     if not isinstance(private, Ed25519PrivateKey):
         raise UserError(f"--key {key}: this is no Ed25519 key; make one with: openssl genpkey -algorithm ed25519")
-    public = private.public_key().public_bytes_raw().hex()
-    signature = private.sign(content).hex()
+    return private
+
+
+def sign(key: Ed25519PrivateKey, content: bytes) -> str:
+    """Signs bytes, and returns the content of a signature file."""
+    public, signature = key.public_key().public_bytes_raw().hex(), key.sign(content).hex()
     return json.dumps({"algorithm": _ALGORITHM, "key": public, "signature": signature}, indent=1) + "\n"
 
 

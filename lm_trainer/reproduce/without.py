@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import hashlib
 import json
@@ -18,12 +19,14 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data import Data
 from lm_trainer.data.config import SINGLE_SET, DataConfig
 from lm_trainer.data.corpus import Origins, iter_documents, train_caches
+from lm_trainer.data.rows.order import TrainOrder
 from lm_trainer.data.rows.uncounted import Uncounted, read_uncounted
 from lm_trainer.data.tokenizer.token_bytes import token_texts
 from lm_trainer.data.tokenizer.trained import TrainedBpe
 from lm_trainer.data.without import WithoutConfig, split_number
 from lm_trainer.reproduce.branch import BranchPlan, load_branch_configs, plan_branch
 from lm_trainer.reproduce.record import RunRecord
+from lm_trainer.reproduce.rerun import configure_as_recorded
 from lm_trainer.reproduce.same_data import check_same_data, open_complete_data
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.files.listing import list_runs
@@ -53,7 +56,7 @@ class WithoutPlan:
         name: run ID of the new run.
         config: configuration of the new run.
         without: the documents, including the ones that the old run left out.
-        documents: number of documents that are left out, by set.
+        documents: number of documents that the old run counted and the new run leaves out, by set.
         first_step: first step, counted from 1, that counts one of them in the old run.
         branch: the branch that the new run is; None if it begins at step 0.
         holds: places of this machine that still hold the documents or what was learnt from them.
@@ -98,12 +101,15 @@ def plan_without(record: RunRecord, selection: Selection, name: str | None, prog
     """
     config = record.load_config(record.last + 1)
     config.data.require_documents()
+    # Before a checkpoint is read, which starts the backends.
+    configure_as_recorded(record, config.trainer, record.last)
     with contextlib.chdir(record.root), closing(open_complete_data(config, progress)) as data:
         # Document numbers have no meaning in other data.
         saved = max(record.checkpoint_steps(), default=0)
         check_same_data(record.id, data, saved, record.read_checkpoint(saved).get("data_fingerprint"))
-        without = _join(config.data.without, _select(config.data, data, selection))
-        uncounted = _check_documents(config.data, data, without)
+        added = _select(config.data, data, selection)
+        uncounted = _check_documents(config.data, data, added)
+        without = _join(config.data.without, added)
         first_step = _find_first_step(config, data, uncounted)
         documents = {set_name: _count(data, set_name, of_set) for set_name, of_set in uncounted.items()}
         where = _locate(data, uncounted)
@@ -169,18 +175,19 @@ def _join(old: WithoutConfig | None, new: WithoutConfig) -> WithoutConfig:
 
 
 def _check_documents(config: DataConfig, data: Data, without: WithoutConfig) -> dict[str, Uncounted]:
+    """Returns the documents that the run counted, by set."""
     sets = {name: x.has_documents_of_text for name, x in config.sets.items()}
     try:
         without.check(sets, mixture=bool(config.configs))
     except ValueError as error:
         raise UserError(f"data.{error}") from None
-    uncounted = read_uncounted(config.model_copy(update={"without": without}))
+    uncounted, old = read_uncounted(config.model_copy(update={"without": without})), read_uncounted(config)
     if unused := [name for name in uncounted if name not in config.trained]:
         raise UserError(f"{unused[0]}: the run does not train on this set, so its documents never counted")
     for name, of_set in uncounted.items():
         # Called for its errors.
         of_set.find_runs("the data" if name == SINGLE_SET else f"the set {name}", data.caches[f"{name}/train"])
-    return uncounted
+    return {name: of_set.except_for(old[name]) if name in old else of_set for name, of_set in uncounted.items()}
 
 
 def _find_first_step(config: RunConfig, data: Data, uncounted: Mapping[str, Uncounted]) -> int:
@@ -201,13 +208,11 @@ def _find_first_step(config: RunConfig, data: Data, uncounted: Mapping[str, Unco
             f"no step of the run counts a token of {names or ', '.join(uncounted)}: they are held out, left out by "
             "data.exclude or data.without, or in rows after the last step, so there is nothing to do"
         )
-    first, step = min(positions), 0
-    while schedule.rows_before(step + 1) <= first:
-        step += 1
-    return step + 1
+    steps = range(trainer.num_train_steps + 1)
+    return bisect.bisect_right(steps, min(positions), key=schedule.rows_before)
 
 
-def _iter_first_positions(data: Data, index: int, uncounted: Uncounted, stop: int, order: Any) -> Iterator[int]:
+def _iter_first_positions(data: Data, index: int, uncounted: Uncounted, stop: int, order: TrainOrder) -> Iterator[int]:
     """Yields the positions, before `stop`, of the first epoch in which rows of a set contain the documents."""
     train = order.sets[index]
     starts_N, ends_N = uncounted.find_runs(train.name, data.caches[f"{train.name}/train"])

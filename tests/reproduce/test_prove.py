@@ -82,20 +82,22 @@ def edit(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new, 1))
 
 
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        (lambda proof: edit(proof / "proof.json", '"steps": 6', '"steps": 7'), "the signature does not fit"),
-        (lambda proof: edit(proof / "logs/run/metrics.jsonl", '"train/loss": ', '"train/loss": 1'), "is not the file"),
-        (lambda proof: edit(proof / "logs/run/config.yaml", "seed: 0", "seed: 1"), "is not the file"),
-        (lambda proof: (proof / "signature.json").unlink(), "this is no complete proof"),
-        (lambda proof: edit(proof / "checkpoints/run/4/_CHECKPOINT_METADATA", "params", "parama"), "checkpoint"),
-    ],
-)
-def test_a_changed_proof_is_refused(copied: Path, key: Path, change: Callable[[Path], object], word: str) -> None:
+CHANGES: list[tuple[Callable[[Path], object], str]] = [
+    (lambda proof: edit(proof / "proof.json", '"steps": 6', '"steps": 7'), "the signature does not fit"),
+    (lambda proof: edit(proof / "logs/run/metrics.jsonl", '"train/loss": ', '"train/loss": 1'), "is not the file"),
+    (lambda proof: edit(proof / "logs/run/config.yaml", "seed: 0", "seed: 1"), "is not the file"),
+    (lambda proof: (proof / "signature.json").unlink(), "this is no complete proof"),
+    (lambda proof: edit(proof / "checkpoints/run/4/_CHECKPOINT_METADATA", "params", "parama"), "checkpoint"),
+]
+
+
+def test_a_changed_proof_is_refused(copied: Path, key: Path) -> None:
     prove(key, "--checkpoints")
-    change(copied / "proof")
-    refused(run_here("verify", "proof"), word)
+    for number, (change, word) in enumerate(CHANGES):
+        proof = copied / str(number)
+        shutil.copytree("proof", proof)
+        change(proof)
+        refused(run_here("verify", proof), word)
 
 
 def test_a_record_that_contradicts_itself_is_not_signed(copied: Path, key: Path) -> None:

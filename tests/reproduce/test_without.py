@@ -91,10 +91,13 @@ def test_bits_are_those_of_a_run_that_left_the_document_out_from_the_start(lines
     assert left_out["without"]["grad_norm"] == pytest.approx(steps["never"][5]["optim/grad_norm"], rel=1e-6)
     assert spike["size"]["grad_norm"] == steps["run"][5]["optim/grad_norm"]
 
-    # A branch of the run holds the document too. Without a document of an earlier step, it must be made again.
+    # A branch holds what its parent learnt before it began.
+    first = next(number for number, step in firsts.items() if step == 1)
+    refused(
+        run_here("without", f"run-without-{document}", str(first)), "as a branch of run: make `lmt without run` first"
+    )
     assert run_here("branch", "run", "--at", "5", "late", "optimizer.weight_decay=0.2", "--prepare").returncode == 0
     assert "branch of run at step 5: late, with its checkpoints" in plan(str(document))["holds"]
-    refused(run_here("without", "late", str(document)), "as a branch of run: make `lmt without run` first")
 
 
 @pytest.mark.slow

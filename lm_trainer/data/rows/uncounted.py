@@ -50,6 +50,13 @@ class Uncounted:
         """Returns True if a document, counted from 0, does not count."""
         return self.whole_set or bool(np.isin(document, self.documents.documents_N))
 
+    def except_for(self, other: Uncounted) -> Uncounted:
+        """Returns the documents of this set that are not in `other`."""
+        numbers_N = self.documents.documents_N
+        kept_N = numbers_N[:0] if other.whole_set else np.setdiff1d(numbers_N, other.documents.documents_N)
+        documents = Exclusion(kept_N, self.documents.made_for, _KEY)
+        return Uncounted(documents, whole_set=self.whole_set and not other.whole_set)
+
     def find_runs(self, name: str, cache: OpenCache) -> tuple[np.ndarray, np.ndarray]:
         """Returns the runs of adjacent documents in the stream of a finished cache.
 
