@@ -51,12 +51,12 @@ class WithoutConfig(Config):
         """
         if not (self.documents or self.files or self.sets):
             raise ValueError("without names no document; give documents, files or sets, or remove it")
-        known = ", ".join(sets)
+        names = ", ".join(sets)
         for entry in self.documents:
             if isinstance(entry, int) and mixture:
-                raise ValueError(f"without.documents: {entry} is in which set? write SET:{entry}, with one of {known}")
+                raise ValueError(f"without.documents: {entry} is in which set? write SET:{entry}, with one of {names}")
             if not isinstance(entry, int) and split_number(entry)[0] not in sets:
-                raise ValueError(f"without.documents: {entry}: there is no such set; there are {known}")
+                raise ValueError(f"without.documents: {entry}: there is no such set; there are {names}")
         for name in self.sets:
             if name not in sets or not mixture:
                 raise ValueError(f"without.sets: {name} is no set of a mixture (configs)")

@@ -30,7 +30,7 @@ class RunBisection:
     step: int | None
     """First step whose records differ; None if all are equal."""
     reproduced: Mapping[str, bool]
-    """Whether the values that are computed here are equal to the record of the first different step, by run."""
+    """Maps each run to True if the values computed here are equal to its record of the first different step."""
 
     def sentence(self) -> str:
         """Returns the result in a sentence."""

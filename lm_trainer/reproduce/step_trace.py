@@ -39,20 +39,20 @@ class StepTrace:
     rows: int
     """Number of rows in a microbatch."""
     state: Mapping[str, int]
-    """Of each array of the state before the step, by its name in a checkpoint."""
+    """Checksum of each array of the state before the step, by its name in a checkpoint."""
     batch: Mapping[str, Sequence[str]]
-    """Of each row of the batch, by field."""
+    """Hash of each row of the batch, by field."""
     streams: Sequence[Mapping[str, int]]
-    """Of the residual stream of each microbatch, after the embedding and after each layer, and of the loss; empty if
-    the model cannot be computed layer by layer."""
+    """Checksums of the residual stream of each microbatch, after the embedding and after each layer, and of the loss;
+    empty if the model cannot be computed layer by layer."""
     sums: Sequence[MicrobatchChecksums]
-    """Of the gradients and metrics of each microbatch."""
+    """Checksums of the gradients and metrics of each microbatch."""
     layers: Mapping[str, range]
     """Numbers of the layers of each parameter whose first axis is over layers."""
     metrics: Mapping[str, float]
     """Recorded metrics of the step."""
     after: Mapping[str, int]
-    """As `state`, after the step."""
+    """Same as `state`, after the step."""
 
 
 class Location(NamedTuple):

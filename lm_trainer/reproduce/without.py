@@ -286,13 +286,15 @@ def _find_holders(record: RunRecord, config: RunConfig, first_step: int) -> list
     affected = {record.id}
     listings = list_runs([record.path.parent])
     # A branch of a branch is affected if its parent is.
-    while found := [
+    while branches := [
         run
         for run in listings
         if run.id not in affected and run.parent in affected and (run.branched_at or 0) >= first_step
     ]:
-        affected |= {run.id for run in found}
-        lines += [f"branch of {run.parent} at step {run.branched_at}: {run.id}, with its checkpoints" for run in found]
+        affected |= {run.id for run in branches}
+        lines += [
+            f"branch of {run.parent} at step {run.branched_at}: {run.id}, with its checkpoints" for run in branches
+        ]
     if isinstance(config.data.tokenizer_config, TrainedBpe):
         lines.append("tokenizer: trained on all of the text, and unchanged")
     return lines
