@@ -7,7 +7,7 @@ Shape letters: B rows, S positions, D hidden dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -74,17 +74,18 @@ class LayerStack:
         """Number of kinds of layers; layers with the same index modulo the period are of one kind."""
         return len(self.layers)
 
-    def run(self, model: nnx.Module, batch: Batch, key: jax.Array | None, memory: Any = None) -> Stream:
-        """Computes the stream after the last layer of a complete model; `memory` as in `Stream`."""
+    def streams(self, model: nnx.Module, batch: Batch, key: jax.Array | None, memory: Any = None) -> Iterator[Stream]:
+        """Yields the stream of a complete model after the embedding and after each layer; `memory` as in `Stream`."""
         graphdef, state = nnx.split(model, nnx.Param)
         tree = nnx.to_pure_dict(state)
         stream = self.embed(model, batch, key)._replace(memory=memory)
+        yield stream
         for number in range(self.num_layers):
             row, slot = divmod(number, self.period)
             params = {n: x[row] if n.startswith(self.layers[slot]) else x for n, x in named_leaves(tree).items()}
             layer_model = nnx.merge(graphdef, from_named_leaves(tree, params))
             stream = self.layer(layer_model, slot, stream, batch, jnp.int32(number), key)._replace(memory=memory)
-        return stream
+            yield stream
 
 
 @dataclass(frozen=True)
@@ -117,10 +118,15 @@ class StagedLoss(LayerStack):
 
     def __call__(self, model: nnx.Module, batch: Batch, key: jax.Array | None) -> LossSums:
         """Computes the loss of a complete model. Returns the results of `head`."""
-        memory = None
-        if self.memory is not None:
-            memory = self.memory.finish(model, self.memory.run(model, batch, key), batch, key)
-        return self.head(model, self.run(model, batch, key, memory), batch, key)
+        *_, stream = self.streams(model, batch, key, self.compute_memory(model, batch, key))
+        return self.head(model, stream, batch, key)
+
+    def compute_memory(self, model: nnx.Module, batch: Batch, key: jax.Array | None) -> Any:
+        """Computes the `memory` of all streams; None without layers that run first."""
+        if self.memory is None:
+            return None
+        *_, stream = self.memory.streams(model, batch, key)
+        return self.memory.finish(model, stream, batch, key)
 
 
 def hidden_after_layers(model: Decoder, stream: Stream, batch: Batch, key: jax.Array | None) -> jax.Array:
