@@ -22,6 +22,7 @@ from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.nn.attention import make_context
 from lm_trainer.nn.attention_dispatch import uses_ring
 from lm_trainer.nn.decoder import Decoder
+from lm_trainer.nn.layer_sections import slot_of_each_layer
 from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, hidden_loss, hidden_nll
 from lm_trainer.nn.ring_layout import from_zigzag, to_zigzag
 from lm_trainer.nn.router import RouterStats, zero_router_stats
@@ -55,7 +56,7 @@ class StagedLoss:
 
     num_layers: int
     layers: tuple[str, ...]
-    """Name prefixes of the parameters of a layer, such as `blocks.0.`; several if layers of several kinds alternate.
+    """Name prefixes of the parameters of a layer, such as `blocks.0.`; several if there are several kinds of layers.
     The parameters have a leading axis over the layers of their kind."""
     embed: Callable[[Any, Batch, jax.Array | None], Stream]
     """`embed(model, batch, key)` returns the stream before the first layer."""
@@ -67,19 +68,22 @@ class StagedLoss:
     saving_layer: Callable[[Any, int, Stream, Batch, jax.Array, jax.Array | None], Stream] | None = None
     """Same as `layer`, but its derivative recomputes only the values that the model's `remat` selects; None:
     derivatives recompute everything."""
+    numbers: tuple[range, ...] | None = None
+    """Numbers of the layers of each kind; None: the kinds alternate."""
 
     @property
-    def period(self) -> int:
-        """Number of kinds of layers; layers with the same index modulo the period are of one kind."""
-        return len(self.layers)
+    def layers_by_kind(self) -> tuple[range, ...]:
+        """`numbers` with its default resolved."""
+        if self.numbers is not None:
+            return self.numbers
+        return tuple(range(kind, self.num_layers, len(self.layers)) for kind in range(len(self.layers)))
 
     def __call__(self, model: nnx.Module, batch: Batch, key: jax.Array | None) -> LossSums:
         """Computes the loss of a complete model. Returns the results of `head`."""
         graphdef, state = nnx.split(model, nnx.Param)
         tree = nnx.to_pure_dict(state)
         stream = self.embed(model, batch, key)
-        for number in range(self.num_layers):
-            row, slot = divmod(number, self.period)
+        for number, (slot, row) in enumerate(slot_of_each_layer(self.layers_by_kind)):
             params = {n: x[row] if n.startswith(self.layers[slot]) else x for n, x in named_leaves(tree).items()}
             layer_model = nnx.merge(graphdef, from_named_leaves(tree, params))
             stream = self.layer(layer_model, slot, stream, batch, jnp.int32(number), key)
@@ -154,5 +158,6 @@ def _decoder_stages(spec: DecoderSpec, dtype: DTypeLike, head: _HeadFn) -> Stage
         return head(model, h_BSD, stream.stats, batch)
 
     saving = partial(layer_with, spec.remat) if spec.saves_inside_layers else None
-    layers = tuple(f"blocks.{slot}." for slot in range(spec.period))
-    return StagedLoss(len(spec.blocks), layers, embed, partial(layer_with, "none"), last, saving)
+    numbers = spec.layers_by_slot
+    layers = tuple(f"blocks.{slot}." for slot in range(len(numbers)))
+    return StagedLoss(len(spec.blocks), layers, embed, partial(layer_with, "none"), last, saving, numbers)

@@ -28,18 +28,17 @@ class LoggedStages:
     """Total number of values."""
 
     @classmethod
-    def from_shapes(cls, embed: _Shapes, layers: Sequence[_Shapes], num_layers: int) -> LoggedStages:
+    def from_shapes(cls, embed: _Shapes, layers: Sequence[_Shapes]) -> LoggedStages:
         """Computes the index of each value.
 
         Args:
             embed: shapes of the values logged before the first layer.
-            layers: shapes of the values logged by each kind of layer.
-            num_layers: number of layers.
+            layers: shapes of the values logged by each layer.
         """
         entries = dict.fromkeys(entry for shapes in (embed, *layers) for entry in shapes)
         starts, counts = {}, {}
         for entry in entries:
-            times = [_num_values(layers[layer % len(layers)], entry) for layer in range(num_layers)]
+            times = [_num_values(shapes, entry) for shapes in layers]
             *begins, counts[entry] = np.cumsum([_num_values(embed, entry), *times]).tolist()
             starts[entry] = np.array(begins, np.int32)
         return cls(starts, counts)

@@ -13,6 +13,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.jax_types import PyTree
+from lm_trainer.nn.layer_sections import slot_of_each_layer
 from lm_trainer.nn.stages import LossSums, StagedLoss, Stream
 from lm_trainer.parallel.collectives import device_key
 from lm_trainer.step.loss.gradient import Sums, validate_loss
@@ -63,8 +64,7 @@ class SplitLoss:
         logged = self._find_logged(reads, batch) if self.logs else None
         embed = self._make_embed(logged)
         stages = [StageFunctions("enter", reads.embed, _without_residuals(embed), self._make_gradient(embed))]
-        for kind, names in enumerate(reads.layers):
-            layers = range(kind, self.loss.num_layers, self.loss.period)
+        for kind, (names, layers) in enumerate(zip(reads.layers, self.loss.layers_by_kind, strict=True)):
             if saves and self.loss.saving_layer is not None:
                 saving = SavingLayer(self._make_layer(kind, self.loss.saving_layer, logged), self.trainable)
                 forward, gradient = saving.forward, saving.gradient
@@ -224,7 +224,8 @@ class SplitLoss:
             )
         ):
             return None
-        return LoggedStages.from_shapes(first, layers, self.loss.num_layers)
+        kinds = [kind for kind, _ in slot_of_each_layer(self.loss.layers_by_kind)]
+        return LoggedStages.from_shapes(first, [layers[kind] for kind in kinds])
 
     def _select_trained(self, params: Params) -> Params:
         return {name: x for name, x in params.items() if name in self.trainable}

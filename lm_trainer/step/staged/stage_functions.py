@@ -47,3 +47,10 @@ class StageFunctions:
     """Numbers of the layers; None if the stage is not a layer."""
     divided: bool = False
     """True if the functions themselves divide the microbatch among the devices of a group."""
+
+    def row_of(self, number: jax.Array) -> jax.Array:
+        """Returns the row of layer `number` in the stacked parameters, an int32 scalar."""
+        assert self.layers is not None
+        row = number // self.layers.step
+        skipped = self.layers.start // self.layers.step
+        return row - skipped if skipped else row
