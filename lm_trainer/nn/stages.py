@@ -22,6 +22,7 @@ from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.nn.attention import make_context
 from lm_trainer.nn.attention_dispatch import uses_ring
 from lm_trainer.nn.decoder import Decoder
+from lm_trainer.nn.layer_sections import slot_of_each_layer
 from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, hidden_loss, hidden_nll
 from lm_trainer.nn.ring_layout import from_zigzag, to_zigzag
 from lm_trainer.nn.router import RouterStats, zero_router_stats
@@ -56,7 +57,7 @@ class LayerStack:
 
     num_layers: int
     layers: tuple[str, ...]
-    """Name prefixes of the parameters of a layer, such as `blocks.0.`; several if layers of several kinds alternate.
+    """Name prefixes of the parameters of a layer, such as `blocks.0.`; several if there are several kinds of layers.
     The parameters have a leading axis over the layers of their kind."""
     embed: Callable[[Any, Batch, jax.Array | None], Stream]
     """`embed(model, batch, key)` returns the stream before the first layer."""
@@ -68,11 +69,15 @@ class LayerStack:
     )
     """Same as `layer`, but its derivative recomputes only the values that the model's `remat` selects; None:
     derivatives recompute everything."""
+    numbers: tuple[range, ...] | None = field(default=None, kw_only=True)
+    """Numbers of the layers of each kind; None: the kinds alternate."""
 
     @property
-    def period(self) -> int:
-        """Number of kinds of layers; layers with the same index modulo the period are of one kind."""
-        return len(self.layers)
+    def layers_by_kind(self) -> tuple[range, ...]:
+        """`numbers` with its default resolved."""
+        if self.numbers is not None:
+            return self.numbers
+        return tuple(range(kind, self.num_layers, len(self.layers)) for kind in range(len(self.layers)))
 
     def streams(self, model: nnx.Module, batch: Batch, key: jax.Array | None, memory: Any = None) -> Iterator[Stream]:
         """Yields the stream of a complete model after the embedding and after each layer; `memory` as in `Stream`."""
@@ -80,8 +85,7 @@ class LayerStack:
         tree = nnx.to_pure_dict(state)
         stream = self.embed(model, batch, key)._replace(memory=memory)
         yield stream
-        for number in range(self.num_layers):
-            row, slot = divmod(number, self.period)
+        for number, (slot, row) in enumerate(slot_of_each_layer(self.layers_by_kind)):
             params = {n: x[row] if n.startswith(self.layers[slot]) else x for n, x in named_leaves(tree).items()}
             layer_model = nnx.merge(graphdef, from_named_leaves(tree, params))
             stream = self.layer(layer_model, slot, stream, batch, jnp.int32(number), key)._replace(memory=memory)
@@ -210,10 +214,10 @@ def decoder_stages(spec: DecoderSpec, dtype: DTypeLike, head: HeadFn, memory: Me
         return head(model, h_BSD, stream, batch)
 
     saving = partial(layer_with, spec.remat) if spec.saves_inside_layers else None
-    layers = tuple(f"blocks.{slot}." for slot in range(spec.period))
-    layer, count = partial(layer_with, "none"), len(spec.blocks)
+    layer, count, numbers = partial(layer_with, "none"), len(spec.blocks), spec.layers_by_slot
+    layers = tuple(f"blocks.{slot}." for slot in range(len(numbers)))
     memory = memory if spec.encoder is None else _encoder_stages(spec.encoder_stack, dtype)
-    return StagedLoss(count, layers, embed, layer, last, saving_layer=saving, memory=memory)
+    return StagedLoss(count, layers, embed, layer, last, saving_layer=saving, numbers=numbers, memory=memory)
 
 
 def _encoder_stages(stack: DecoderSpec, dtype: DTypeLike) -> MemoryStack:
@@ -235,8 +239,9 @@ def _encoder_stages(stack: DecoderSpec, dtype: DTypeLike) -> MemoryStack:
         return model.encoder.final_norm(stream.x_BSD)
 
     saving = partial(layer_with, stack.remat) if stack.saves_inside_layers else None
-    layers = tuple(f"encoder.blocks.{slot}." for slot in range(stack.period))
-    return MemoryStack(len(stack.blocks), layers, embed, partial(layer_with, "none"), finish, saving_layer=saving)
+    layer, count, numbers = partial(layer_with, "none"), len(stack.blocks), stack.layers_by_slot
+    layers = tuple(f"encoder.blocks.{slot}." for slot in range(len(numbers)))
+    return MemoryStack(count, layers, embed, layer, finish, saving_layer=saving, numbers=numbers)
 
 
 def frozen_stack(
@@ -263,5 +268,6 @@ def frozen_stack(
         without_dropout(stages.embed),
         without_dropout(stages.layer),
         without_dropout(stages.head),
+        numbers=stages.numbers,
         name=name,
     )
