@@ -35,12 +35,11 @@ def add_checksums_to_cached_programs() -> None:
 
     JAX itself stores none, so a flipped bit of a file could become a part of the machine code.
     """
-    from jax._src import compilation_cache
+    zstd: Any = getattr(compilation_cache, "zstd", None)
 
     def compress(executable: bytes) -> bytes:
-        if compilation_cache.zstd:  # Python 3.14 and newer
-            options = {compilation_cache.zstd.CompressionParameter.checksum_flag: 1}
-            return compilation_cache.zstd.compress(executable, options=options)
+        if zstd:  # Python 3.14 and newer
+            return zstd.compress(executable, options={zstd.CompressionParameter.checksum_flag: 1})
         return zstandard.ZstdCompressor(write_checksum=True).compress(executable)
 
     compilation_cache.compress_executable = compress
