@@ -326,8 +326,8 @@ def _write_hf_model(out: Path, config_class: str, model_class: str, seed: int, c
     model = getattr(transformers, model_class)(hf_config).float().eval()
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
         saved = model.state_dict()
         for name, buffer in model.named_buffers():

@@ -41,6 +41,23 @@ def test_data_is_files_a_set_of_the_hub_or_the_text_of_python(lmt: Lmt, in_tmp_p
 
 
 @pytest.mark.parametrize(
+    "data",
+    [
+        "it's/*.txt",
+        "FILES/FILE.txt",
+        "x'], text_key: y #.txt",
+        'a"b\\n.txt',
+        "a\n  text_key: y\nb.txt",
+        "é\x85\u2028.txt",
+    ],
+)
+def test_names_of_files_are_values_and_nothing_else(lmt: Lmt, in_tmp_path: Path, data: str) -> None:
+    assert lmt("config", "new", "new\nmodel: x.yaml", "--data", data).returncode == 0
+    section = load(in_tmp_path / "new\nmodel: x.yaml", [], RunConfig).config.data
+    assert (section.train_urls, section.text_key) == ([data], "text")
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["my.yaml", "--size", "2B"], "there is no size '2B'; write one of 15M"),

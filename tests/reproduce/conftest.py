@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.conftest import Outcome, lmt_environment, run_here
+from tests.hf_model import hf_model  # noqa: F401
 from tests.run.conftest import Plain, merge
 from tests.warm_lmt import WarmLmt
 

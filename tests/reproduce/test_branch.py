@@ -17,7 +17,7 @@ from lm_trainer.checkpoint.policy import CheckpointerConfig, KeepEvery
 from lm_trainer.checkpoint.store import PERMANENT_KEY, CheckpointStore
 from lm_trainer.run.files.listing import as_tree, list_runs
 from tests.conftest import RunLmt, refused, run_here
-from tests.reproduce.conftest import STEPS, as_json, metrics, on_one_device
+from tests.reproduce.conftest import STEPS, as_json, metrics, on_one_device, write_config
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,6 +102,33 @@ def test_a_branch_between_checkpoints_replays_to_its_step(copied: Path) -> None:
     assert [line.split("  ")[0].strip() for line in lines[1:2]] == ["run"]
     assert "└ half, from 3" in lines[2]
     assert "  └ second, from 4" in lines[3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_branch_keeps_what_its_parent_has_from_a_published_model(hf_model: Path, in_tmp_path: Path, at: int) -> None:
+    published = in_tmp_path / "published"
+    shutil.copytree(hf_model, published)
+    (published / "generation_config.json").write_text('{"eos_token_id": [256, 10], "temperature": 0.6, "top_p": 0.9}')
+    (published / "processor_config.json").write_bytes(b'{ "processor_class": "P"}')
+    start = {"initialize_from_hf": "published", "use_hf_model_config": True}
+    parent = write_config(in_tmp_path)
+    parent.write_text(yaml.safe_dump({**yaml.safe_load(parent.read_text()), "model": {"type": "gpt2"}, **start}))
+    assert run_here("train", parent).returncode == 0
+    # Only the run itself still has what it took from the published model.
+    published.rename(in_tmp_path / "elsewhere")
+    branch = ("branch", "run", "--at", str(at), "child", "optimizer.learning_rate=1e-3")
+    assert run_here(*branch, "--prepare").returncode == 0
+    assert run_here("generate", "child", "--prompt", "a", "--max-new-tokens", "2").returncode == 0
+    result = run_here(*branch)
+    assert result.returncode == 0, result.stderr
+    for run in ("run", "child"):
+        assert run_here("export-hf", run, f"out/{run}").returncode == 0
+    files = {path.name for path in (in_tmp_path / "out/run").iterdir()} - {"README.md", "model.safetensors"}
+    assert {"generation_config.json", "processor_config.json", "config.json"} < files
+    for name in files:
+        assert (in_tmp_path / "out/child" / name).read_bytes() == (in_tmp_path / "out/run" / name).read_bytes()
+    assert json.loads((in_tmp_path / "out/child/generation_config.json").read_text())["eos_token_id"] == [256, 10]
 
 
 def test_what_a_branch_cannot_change_is_refused_with_the_reason(copied: Path) -> None:

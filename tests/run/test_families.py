@@ -28,7 +28,10 @@ from tests.run.conftest import MakeConfig
 
 STEPS, ROWS = 3, 8
 EIGHT = ("gpt2", "mixtral", "deepseek_v3", "mamba2")
-MOST_PARTS = ("llama", "gemma3", "mpt", "backpack", "cohere2", "apertus", "deepseek_v3", "mamba2")
+MOST_PARTS = (
+    *("llama", "gemma3", "mpt", "backpack", "cohere2"),
+    *("apertus", "deepseek_v3", "mamba2", "gpt_oss", "granite4"),
+)
 
 
 def train(setup: TrainingSetup, weights: dict[str, np.ndarray]) -> tuple[list[bytes], dict[str, bytes]]:

@@ -173,7 +173,7 @@ def test_a_second_signal_ends_all_at_once(launch: Launch, tmp_path: Path) -> Non
     stopped = find_process(launcher, 1)
     os.kill(stopped, signal.SIGSTOP)
     launcher.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
+    time.sleep(1.2)
     launcher.send_signal(signal.SIGTERM)
     os.kill(stopped, signal.SIGCONT)
     assert launcher.wait(timeout=60) == 128 + signal.SIGTERM, read_output(tmp_path)

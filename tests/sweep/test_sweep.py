@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +166,28 @@ def test_a_run_that_fails_does_not_end_the_sweep(lmt: Lmt, swept: Path, trained:
     assert result.returncode == 3
     assert len(trained.commands) == 3
     assert "s-seed-0 failed with exit code 3; the sweep goes on" in result.stderr
+
+
+@pytest.mark.parametrize("code", [76, 77, 143, -1])
+def test_a_run_that_was_stopped_or_has_a_bad_device_ends_the_sweep(
+    lmt: Lmt, swept: Path, trained: Trained, code: int
+) -> None:
+    trained.codes = {1: code}
+    assert lmt("sweep", "run.yaml", "trainer.seed=0,1").returncode == (code if code > 0 else 130)
+    assert len(trained.commands) == 1
+
+
+def test_a_signal_that_comes_before_a_run_has_started_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = subprocess.Popen
+
+    def signal_first(command: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return start(command)
+
+    monkeypatch.setattr(subprocess, "Popen", signal_first)
+    previous_handler = signal.getsignal(signal.SIGTERM)
+    assert running._run_and_wait([sys.executable, "-Sc", "import time; time.sleep(60)"]) == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is previous_handler
 
 
 def test_every_run_is_started_by_a_launcher(lmt: Lmt, swept: Path, trained: Trained) -> None:
