@@ -90,9 +90,18 @@ LOSSES = {
 }
 
 
+REPRESENTATIVES = ("dpo-lora", "kto")
+"""Losses of pairs and of single answers, beside a frozen base and beside a copy of the initial weights."""
+
+
 @pytest.mark.optimised
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in REPRESENTATIVES else pytest.mark.exhaustive)
+        for name in LOSSES
+    ],
+)
 def test_bits_are_the_same_on_any_number_of_devices(name: str, make_config: MakeConfig, in_tmp_path: Path) -> None:
     loss, changes = LOSSES[name]
     write_base(Path("base"), seed=0)
