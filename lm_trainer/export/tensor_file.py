@@ -57,7 +57,7 @@ _SUMMED_BYTES = 16 << 20
 def compute_checksums(tensors: Mapping[str, np.ndarray]) -> str:
     """Returns the value of `CHECKSUMS` for the tensors of a file, which must be contiguous."""
     contents = (tensors[name].reshape(-1).view(np.uint8) for name in sorted(tensors))
-    return "".join(f"{zlib.crc32(content_N):0{_DIGITS}x}" for content_N in contents)
+    return "".join(f"{zlib.crc32(content_N.data):0{_DIGITS}x}" for content_N in contents)
 
 
 @dataclass
