@@ -9,15 +9,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from lm_trainer.core.errors import Preempted, Stopped
 from lm_trainer.core.terminal_loss import redirect_terminal_to_devnull, signals_to_handle
 from lm_trainer.parallel.flags import FlagExchange
 from lm_trainer.parallel.processes import is_lead
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SAME_REQUEST_SECONDS = {signal.SIGTERM: 1.0, signal.SIGHUP: 1.0, signal.SIGINT: 0.1}
@@ -192,7 +195,12 @@ class SaveRequests:
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGUSR1, self._previous)
 
-    def agree_on_requests(self, stop: bool, *, overdue: bool = False) -> Requests:
+    @property
+    def seconds(self) -> np.ndarray | None:
+        """Times that all processes have sent with the requests of the step before; see `FlagExchange`."""
+        return self._exchange.seconds
+
+    def agree_on_requests(self, stop: bool, *, overdue: bool = False, seconds: Sequence[float] = ()) -> Requests:
         """Exchanges the requests of all processes. Every process must call this method after the same step.
 
         With several processes, a request takes effect one step later, so that no process has to wait for its devices.
@@ -200,12 +208,13 @@ class SaveRequests:
         Args:
             stop: True if this process received a request to stop.
             overdue: True if a temporary checkpoint is due according to the clock of this process.
+            seconds: times of this process to send to the others.
         """
         if is_lead() and self._clock() >= self._next_check:
             self._next_check = self._clock() + _CHECK_SECONDS
             self._seen = {name: file.exists() for name, file in self._files.items()}
         requests = Requests(stop, self._signalled or self._seen[SAVE_NOW], self._seen[STOP_AFTER_SAVE], overdue)
-        agreed = Requests(**self._exchange.exchange(requests._asdict()))
+        agreed = Requests(**self._exchange.exchange(requests._asdict(), seconds))
         if self._exchange.is_late:
             save = agreed.save and not self._has_saved_permanently
             agreed = agreed._replace(save=save, overdue=agreed.overdue and not self._has_saved)

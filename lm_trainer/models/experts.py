@@ -8,7 +8,9 @@ from pydantic import Field, model_validator
 
 from lm_trainer.models.hf_table import HfTensor
 from lm_trainer.models.rotary import BLOCK, RotaryConfig
-from lm_trainer.nn.expert_spec import MoeSpec, RouterSpec, SharedExpertSpec
+from lm_trainer.nn.expert_spec import BalanceScope, MoeSpec, RouterSpec, SharedExpertSpec
+
+_PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 class ExpertsConfig(RotaryConfig):
@@ -24,7 +26,7 @@ class ExpertsConfig(RotaryConfig):
     lbl_coef: float = Field(default=0.01, ge=0)
     """Weight of the experts' load-balancing loss; 0: no such loss. It affects only the gradient, and is not part of the
     reported loss."""
-    lbl_over: Literal["microbatch", "batch", "row"] = "batch"
+    lbl_over: BalanceScope = "batch"
     """Tokens over which the load-balancing loss takes the load of an expert. `microbatch`: the microbatch, so the
     weight of the loss depends on the size of microbatches. `batch`: the global batch of the previous step, which is the
     same for every division into microbatches. `row`: the row of each token, as in DeepSeek-V3."""
@@ -102,13 +104,20 @@ def check_expert_groups(config: ExpertsConfig, n_group: int, topk_group: int) ->
         )
 
 
-def expert_tensors(router: str, names: Mapping[str, str]) -> tuple[HfTensor, ...]:
-    """Lists router and experts of a layer. `names` maps gate, up and down to their names in the file (`{expert}`)."""
+def expert_tensors(router: str, experts: str, names: Mapping[str, str] = _PROJECTIONS) -> tuple[HfTensor, ...]:
+    """Lists the tensors of the router and the experts of a layer.
+
+    Args:
+        router: name of the router in the file.
+        experts: name of the list of experts in the file.
+        names: names of the matrices gate, up and down of an expert in the file.
+    """
     # The file has one linear layer per expert, with outputs before inputs. Here there is one array with an `experts`
     # axis.
+    matrices = {name: f"{experts}.{{expert}}.{hf}.weight" for name, hf in names.items()}
     return (
         HfTensor(f"{router}.weight", (f"{BLOCK}.mlp.router",), transposed=True),
-        *(HfTensor(f"{hf}.weight", (f"{BLOCK}.mlp.{name}",), transposed=True) for name, hf in names.items()),
+        *(HfTensor(hf, (f"{BLOCK}.mlp.{name}",), transposed=True) for name, hf in matrices.items()),
     )
 
 
@@ -124,10 +133,9 @@ def shared_expert_tensors(expert: str, gate: str | None = None) -> tuple[HfTenso
         expert: name of the expert in the file.
         gate: name of its gate in the file; None: it has none.
     """
-    names = ("gate", "up", "down")
     matrices = (
-        HfTensor(f"{expert}.{name}_proj.weight", (f"{BLOCK}.mlp.shared.mlp.{name}.weight",), transposed=True)
-        for name in names
+        HfTensor(f"{expert}.{hf}.weight", (f"{BLOCK}.mlp.shared.mlp.{name}.weight",), transposed=True)
+        for name, hf in _PROJECTIONS.items()
     )
     gates = () if gate is None else (HfTensor(f"{gate}.weight", (f"{BLOCK}.mlp.shared.gate",), transposed=True),)
     return (*matrices, *gates)

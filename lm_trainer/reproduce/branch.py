@@ -75,7 +75,7 @@ def plan_branch(record: RunRecord, step: int, name: str, overrides: Sequence[str
         raise UserError(f"NAME: {name} is the run to branch; choose another name")
     if any(override.lstrip("-").startswith("trainer.id") for override in overrides):
         raise UserError("trainer.id: the branch is named by NAME; remove the setting")
-    parent, config = _load_configs(record, step, name, overrides)
+    parent, config = load_branch_configs(record, step, name, overrides)
     old, new = numeric_identity(parent), numeric_identity(config)
     change = Change(parent, config, step, changed_keys(old, new, config))
     if reason := find_refusal(change):
@@ -117,7 +117,9 @@ def _check_step(record: RunRecord, step: int) -> None:
         raise UserError(f"{record.id} has done {last} steps so far: --at can be at most {last}")
 
 
-def _load_configs(record: RunRecord, step: int, name: str, overrides: Sequence[str]) -> tuple[RunConfig, RunConfig]:
+def load_branch_configs(
+    record: RunRecord, step: int, name: str, overrides: Sequence[str]
+) -> tuple[RunConfig, RunConfig]:
     """Returns the configurations of the parent after `step` steps, and of the branch."""
     parent = record.load_config(step + 1)
     loaded = load(record.config_file(step + 1), [*overrides, f"trainer.id={name}"], RunConfig)

@@ -41,7 +41,8 @@ class Rerun:
     Attributes:
         state: training state after the last step.
         batch: rows of this process in the next step; None until `next_batch` has read them.
-        program: hash of the compiled program; None before the first step.
+        program: hash of the text of the compiled program; None before the first step.
+        graph: hash of the graph of the compiled program; None before the first step.
     """
 
     def __init__(self, run: PreparedRun, start: int, chain: str | None):
@@ -49,6 +50,7 @@ class Rerun:
         self.state = run.state
         self.batch: Batch | None = None
         self.program: str | None = None
+        self.graph: str | None = None
         if self.state.step != start:
             raise UserError(
                 f"the checkpoint of step {start} cannot be used: it is damaged, or the run has replaced it meanwhile"
@@ -71,12 +73,24 @@ class Rerun:
             raise UserError(f"the data end after step {self.state.step}")
         return self.batch
 
+    def compile(self) -> None:
+        """Compiles the next step, unless this has been done."""
+        batch, step = self.next_batch(), self.run.setup.step
+        if not step.is_compiled(self.state.step):
+            self.run.attempt.progress.phase("compiling the training step")
+            executable = step.compile(batch, self.state.step)
+            self.program, self.graph = executable.fingerprint(), executable.graph_hash()
+
+    def run_until(self, completed: int) -> None:
+        """Runs steps until `completed` steps are completed."""
+        while self.state.step < completed:
+            self.run.attempt.progress.phase(f"step {self.state.step + 1}, on the way to {completed + 1}")
+            self.run_step()
+
     def run_step(self, observer: Observer | None = None) -> dict[str, float]:
         """Runs one step, and returns the metrics that a run records for it."""
         batch, step_index, program = self.next_batch(), self.state.step, self.run.setup
-        if not program.step.is_compiled(step_index):
-            self.run.attempt.progress.phase("compiling the training step")
-            self.program = program.step.compile(batch, step_index).fingerprint()
+        self.compile()
         self.state, metrics = program.take_step(self.state, batch, observer)
         self.batch = None
         values = {name: read_scalar(x) for name, x in metrics.items()}

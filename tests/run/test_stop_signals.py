@@ -108,7 +108,6 @@ def test_any_stop_signal_saves_in_all_processes_and_the_next_start_goes_on(
     """One run, which each start brings some steps further, until one does not heed SIGHUP and ends it."""
     step = 0
     for number, send in (
-        (signal.SIGTERM, signal_first_process),
         (signal.SIGTERM, signal_second_process),
         (signal.SIGINT, signal_launcher),
         (signal.SIGHUP, signal_launcher),

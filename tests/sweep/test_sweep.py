@@ -216,6 +216,8 @@ def test_seeds_of_a_setting_are_averaged(lmt: Lmt, swept: Path, trained: Trained
 
 @pytest.mark.slow
 def test_a_sweep_of_processes(run_lmt: RunLmt, swept: Path) -> None:
+    assert run_here("train", "run.yaml", "trainer.seed=0", "trainer.id=run-seed-0").returncode == 0
     result = run_lmt("sweep", "run.yaml", "trainer.seed=0,1", cwd=swept)
     assert result.returncode == 0, result.stderr
+    assert "run-seed-0  done" in result.stdout
     assert "run-seed-1  done" in result.stdout
