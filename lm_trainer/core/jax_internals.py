@@ -35,11 +35,9 @@ def add_checksums_to_cached_programs() -> None:
 
     JAX itself stores none, so a flipped bit of a file could become a part of the machine code.
     """
-    zstd: Any = getattr(compilation_cache, "zstd", None)
 
     def compress(executable: bytes) -> bytes:
-        if zstd:  # Python 3.14 and newer
-            return zstd.compress(executable, options={zstd.CompressionParameter.checksum_flag: 1})
+        # All of zstd's packages, also Python 3.14's own, read such a file.
         return zstandard.ZstdCompressor(write_checksum=True).compress(executable)
 
     compilation_cache.compress_executable = compress
