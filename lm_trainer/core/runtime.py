@@ -153,6 +153,9 @@ def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_thread
     """
     import jax
 
+    from lm_trainer.core.jax_internals import use_keys_without_paths
+
+    use_keys_without_paths()
     set_cpu_threads(cpu_threads)
     directory = expand_home(cache_dir or _compilation_cache_from_environment() or default_compilation_cache())
     if _is_cpu_only():
