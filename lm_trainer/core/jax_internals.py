@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+import zstandard
 from jax._src import cache_key, compilation_cache
 from jax._src.compilation_cache_interface import CacheInterface
 from jax.experimental import serialize_executable
@@ -28,6 +29,22 @@ def cudnn_version() -> int | None:
     from jax._src.lib import cuda_versions
 
     return None if cuda_versions is None else int(cuda_versions.cudnn_get_version())
+
+
+def add_checksums_to_cached_programs() -> None:
+    """Makes JAX store compiled programs in its cache with a checksum, which zstd compares whenever it reads one.
+
+    JAX itself stores none, so a flipped bit of a file could become a part of the machine code.
+    """
+    from jax._src import compilation_cache
+
+    def compress(executable: bytes) -> bytes:
+        if compilation_cache.zstd:  # Python 3.14 and newer
+            options = {compilation_cache.zstd.CompressionParameter.checksum_flag: 1}
+            return compilation_cache.zstd.compress(executable, options=options)
+        return zstandard.ZstdCompressor(write_checksum=True).compress(executable)
+
+    compilation_cache.compress_executable = compress
 
 
 def load_on_device_sets(

@@ -23,6 +23,27 @@ if TYPE_CHECKING:
     import numpy as np
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_SAME_REQUEST_SECONDS = {signal.SIGTERM: 1.0, signal.SIGHUP: 1.0, signal.SIGINT: 0.1}
+"""A signal that comes so soon after the first one is the same request. A person repeats Ctrl-C (SIGINT) faster.
+
+`timeout` sends a signal to its child and to the group of its child. systemd and SLURM send it to a launcher and to the
+processes that it forwards the signal to.
+"""
+
+
+class _Repeats:
+    """Tells requests to stop at once from repeated deliveries of the first request."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+
+    def is_second_request(self, number: int) -> bool:
+        """Records a signal. Returns True if it asks to stop at once."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+            return False
+        return now - self._first >= _SAME_REQUEST_SECONDS[signal.Signals(number)]
 
 
 def _exit_immediately(number: int) -> None:
@@ -52,10 +73,9 @@ class _SecondSignalWatcher:
         self._read.close()
 
     def _count_signals(self) -> None:
-        count = 0
+        repeats = _Repeats()
         while number := self._read.recv(1):
-            count += number[0] in self._signals
-            if count == 2:
+            if number[0] in self._signals and repeats.is_second_request(number[0]):
                 _exit_immediately(number[0])
 
 
@@ -67,7 +87,8 @@ os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 class _Handlers:
     """Context manager that handles SIGTERM, SIGINT and SIGHUP.
 
-    The second signal ends the process with exit code 128 + its number.
+    The second signal ends the process with exit code 128 + its number, unless it only repeats the first one (see
+    `_SAME_REQUEST_SECONDS`).
 
     In a process started by `nohup`, SIGHUP (sent when the terminal closes) remains ignored.
 
@@ -77,6 +98,7 @@ class _Handlers:
 
     def __init__(self) -> None:
         self.requested: str | None = None
+        self._repeats = _Repeats()
         self._previous: dict[int, Any] = {}
         self._second: _SecondSignalWatcher | None = None
 
@@ -97,8 +119,10 @@ class _Handlers:
         del frame
         if number == signal.SIGHUP:
             redirect_terminal_to_devnull()
-        if self.requested:
+        if self._repeats.is_second_request(number):
             _exit_immediately(number)
+        if self.requested:
+            return
         self.requested = signal.Signals(number).name
         self._on_first()
 

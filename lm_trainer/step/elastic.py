@@ -26,6 +26,7 @@ from lm_trainer.parallel.ordered_sum import sum_of_squares
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.step.base import Marker, Observer, UpdateRule
 from lm_trainer.step.check.cross_check import CrossCheck
+from lm_trainer.step.check.part_gradients import PartGradients
 from lm_trainer.step.check.recompute import Recomputation, positions_of_groups
 from lm_trainer.step.choose_update import choose_update
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
@@ -167,9 +168,21 @@ class ElasticStep:
         """Puts this process's rows of the global batch of `step` on their devices."""
         return self._computing.put(batch, self.plans.at(step))
 
-    def gradient(self, state: TrainState, batch: PlacedBatch) -> Sums:
-        """Returns the sums of loss, weights, gradients and reported metrics over the global batch."""
-        return self._gradient(self._prepare_params(state), batch, state.step)
+    def gradient(self, state: TrainState, batch: PlacedBatch, tap: Tap | None = None) -> Sums:
+        """Returns the sums of loss, weights, gradients and reported metrics over the global batch.
+
+        `tap` receives the sums of every microbatch.
+        """
+        return self._gradient(self._prepare_params(state), batch, state.step, tap)
+
+    def part_gradients(self, state: TrainState) -> PartGradients:
+        """Returns the gradients of parts of a batch, for the weights of a state. Must be called after compiling."""
+        rows, stages = self.plans.at(state.step).rows, self._gradient
+        return PartGradients(stages, self._computing, self._prepare_params(state), rows, state.step, self._loads)
+
+    def squares(self, grads: Params) -> jax.Array:
+        """Returns the sum of squares of summed gradients, a float32 scalar, as in a step."""
+        return wait_on_cpu(self._norm(grads))
 
     def recomputation(self, state: TrainState, batch: PlacedBatch) -> Recomputation:
         """Returns the first microbatch of each batch shard, to compute it on other devices."""
@@ -194,7 +207,7 @@ class ElasticStep:
         observed = None if observer is None else observer.before_step(state)
         scalars = {
             **scalars,
-            "squares": wait_on_cpu(self._norm(grads)),
+            "squares": self.squares(grads),
             "learning_rate": self._replicate_scalar(np.float32(learning_rate)),
         }
         params, opt_state, metrics = self._update(state.params, state.opt_state, grads, curvature, scalars)

@@ -100,3 +100,26 @@ def test_one_module_imports_private_parts_of_jax() -> None:
     sources = [*ROOT.glob("lm_trainer/**/*.py"), *ROOT.glob("cli/**/*.py")]
     users = {str(source.relative_to(ROOT)) for source in sources if PRIVATE.search(source.read_text())}
     assert users == {"lm_trainer/core/jax_internals.py"}
+
+
+def test_a_flipped_bit_of_a_cached_program_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src import compilation_cache
+
+    monkeypatch.setattr(compilation_cache, "compress_executable", compilation_cache.compress_executable)
+    program = bytes(range(256)) * 3
+
+    def count_silent(stored: bytes) -> int:
+        silent = 0
+        for position in range(len(stored)):
+            flipped = stored[:position] + bytes([stored[position] ^ 1]) + stored[position + 1 :]
+            try:
+                silent += compilation_cache.decompress_executable(flipped) not in (b"", program)
+            except Exception:  # each library has an error of its own, after which JAX compiles again
+                continue
+        return silent
+
+    assert count_silent(compilation_cache.compress_executable(program)) > 100, "JAX stores checksums now"
+    jax_internals.add_checksums_to_cached_programs()
+    stored = compilation_cache.compress_executable(program)
+    assert compilation_cache.decompress_executable(stored) == program
+    assert count_silent(stored) == 0

@@ -188,7 +188,6 @@ def test_a_process_that_fails_alone_tells_the_others_why(
     )
 
 
-@pytest.mark.optimised
 @pytest.mark.parametrize(
     "overrides",
     [

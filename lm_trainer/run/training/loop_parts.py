@@ -96,6 +96,8 @@ class LoopOptions:
     eval_sets: EvalSets = field(default_factory=list)
     records: bool = True
     """True if metrics are logged and checkpoints saved."""
+    until: int | None = None
+    """Step after which the loop ends; None means `trainer.num_train_steps`."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def open_loop(attempt: Attempt, setup: TrainingSetup, state: TrainState, options
         tokens = None if options.open_tokens is None else partial(options.open_tokens, tracker)
         evaluations = Evaluations(options.eval_sets, config, setup, metrics, data_wait, watchdog, progress, tokens)
         parts = LoopParts(
-            num_train_steps=config.num_train_steps,
+            num_train_steps=options.until or config.num_train_steps,
             setup=setup,
             compilation=Compilation(config, setup, directory, artifacts, watchdog, progress),
             metrics=metrics,
