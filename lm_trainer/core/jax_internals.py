@@ -36,7 +36,6 @@ def add_checksums_to_cached_programs() -> None:
 
     JAX itself stores none, so a flipped bit of a file could become a part of the machine code.
     """
-    from jax._src import compilation_cache
 
     def compress(executable: bytes) -> bytes:
         if compilation_cache.zstd:  # Python 3.14 and newer
