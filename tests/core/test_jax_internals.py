@@ -53,6 +53,8 @@ def test_the_compilation_cache_is_opened_by_the_function_that_is_replaced(tmp_pa
     module: Any = jax_internals.compilation_cache
     assert parameters(module.get_file_cache) == ["path"], UNKNOWN + "compilation_cache.get_file_cache"
     assert jax_internals.CacheInterface.__abstractmethods__ == {"get", "put"}, UNKNOWN + "CacheInterface"
+    hash_options = jax_internals._hash_compile_options
+    assert parameters(hash_options) == ["hash_obj", "compile_options_obj", "strip_device_assignment"], UNKNOWN + "keys"
     cache, path = module.get_file_cache(str(tmp_path))
     assert path == str(tmp_path)
     assert hasattr(cache, "_path"), UNKNOWN + "caches have no _path"

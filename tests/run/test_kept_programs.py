@@ -46,9 +46,13 @@ def start(in_tmp_path: Path) -> Iterator[Callable[..., int]]:
                     break
         return events[REQUESTED] - events[READ]
 
+    xla_caches = jax.config.values["jax_persistent_cache_enable_xla_caches"]
+    # As in runs: XLA stores its choices in the cache's directory.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "xla_gpu_per_fusion_autotune_cache_dir")
     jax.monitoring.register_event_listener(listen)
     yield start
     jax.monitoring.unregister_event_listener(listen)
+    jax.config.update("jax_persistent_cache_enable_xla_caches", xla_caches)
     jax.config.update("jax_compilation_cache_dir", of_tests)
     compilation_cache.reset_cache()
 
