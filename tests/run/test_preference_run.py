@@ -147,6 +147,7 @@ def test_other_programs_compute_the_same_loss(trainer: Any, make_config: MakeCon
 
 @pytest.mark.optimised
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["dpo", "dpo-lora"])
 def test_one_layer_at_a_time(name: str, make_config: MakeConfig, in_tmp_path: Path) -> None:
     """The same loss with a reference of its own and with the base of an adapter, and the same bits on two devices."""
