@@ -16,6 +16,7 @@ from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import UserError
 from lm_trainer.export.card import TrainingFacts, model_card
 from lm_trainer.export.files import CONFIG, FILES, GENERATION
+from lm_trainer.export.generation_fields import describe_unsupported
 from lm_trainer.export.output import atomic_directory
 from lm_trainer.export.peft_files import AdaptedWeights, base_model_directory, is_adapter_directory
 from lm_trainer.export.settings import READ_QUANTIZATION, HfSettings
@@ -55,6 +56,16 @@ class TextModel:
     def end_ids(self) -> tuple[int, ...]:
         """Tokens that end a text; the tokenizer's end token comes first."""
         return all_end_ids(self.tokenizer, self.settings)
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """Texts that end a text, in addition to the tokens."""
+        return self.settings.stop_texts if self.settings else ()
+
+    @property
+    def generation_note(self) -> str | None:
+        """Note about generation settings of the model that are not computed here; None if there are none."""
+        return describe_unsupported(self.settings.generation) if self.settings else None
 
     def build(self, devices: Sequence[Any] | None = None) -> Decoder:
         """Builds the module with these parameters. Shards them over `devices` (None: all of this process) unless they

@@ -75,6 +75,11 @@ class HfSettings:
         """Tokens that end a text."""
         return tuple(_as_list(self.generation.get("eos_token_id")))
 
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """Texts that end a text."""
+        return tuple(text for text in _as_list(self.generation.get("stop_strings")) if isinstance(text, str) and text)
+
     def with_end_token(self, token: int) -> Self:
         """Returns settings for a model with an additional end token."""
 

@@ -14,6 +14,8 @@ class ParamInfo:
     axes: tuple[str, ...]
     in_files: bool = True
     """False for a value that only training needs, such as the load of experts."""
+    layers: range = range(0)
+    """Numbers of the layers, in the order of the rows of the `layers` axis."""
 
     @property
     def stacked(self) -> bool:

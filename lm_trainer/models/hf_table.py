@@ -16,6 +16,7 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.models.hf_param import ParamInfo, ParamSlice
+from lm_trainer.nn.layer_sections import slot_of_each_layer
 
 MAX_PROBLEMS = 12
 
@@ -338,20 +339,19 @@ def file_tensors(family: HfFamily, leaves: Mapping[str, ParamInfo]) -> list[File
                 slices = tuple(ParamSlice(path, (), leaves[path]) for path in tensor.params)
                 entries.append(FileTensor(tensor.hf, tensor, slices))
             continue
-        repeats = _count_layers_by_slot(leaves, tensor.params[0].partition("blocks.{}")[0])
-        period = len(repeats)
-        for layer in range(sum(repeats)):
-            entries += _layer_entries(tensor, leaves, layer, slot=layer % period, row=layer // period)
+        layers_by_slot = _find_layers_by_slot(leaves, tensor.params[0].partition("blocks.{}")[0])
+        for layer, (slot, row) in enumerate(slot_of_each_layer(layers_by_slot)):
+            entries += _layer_entries(tensor, leaves, layer, slot=slot, row=row)
     return entries
 
 
-def _count_layers_by_slot(leaves: Mapping[str, ParamInfo], module: str) -> list[int]:
-    """Counts the layers of a module at each slot of their period. The module's name is "" or ends with a dot."""
-    counts: dict[str, int] = {}
+def _find_layers_by_slot(leaves: Mapping[str, ParamInfo], module: str) -> list[range]:
+    """Returns the layers of a module at each slot. The module's name is "" or ends with a dot."""
+    layers: dict[str, range] = {}
     for path, leaf in leaves.items():
         if path.startswith(f"{module}blocks."):
-            counts.setdefault(path.removeprefix(f"{module}blocks.").partition(".")[0], leaf.shape[0])
-    return [counts[str(slot)] for slot in range(len(counts))]
+            layers.setdefault(path.removeprefix(f"{module}blocks.").partition(".")[0], leaf.layers)
+    return [layers[str(slot)] for slot in range(len(layers))]
 
 
 def _layer_entries(

@@ -81,10 +81,7 @@ class Qwen3MoeConfig(ExpertsConfig):
             *ATTENTION,
             *QK_NORM,
             *MLP,
-            *expert_tensors(
-                f"{LAYER}.mlp.gate",
-                {name: f"{LAYER}.mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down")},
-            ),
+            *expert_tensors(f"{LAYER}.mlp.gate", f"{LAYER}.mlp.experts"),
         ),
         prefix="model.",
         unprefixed=(HEAD.hf,),
@@ -110,9 +107,7 @@ class Qwen3MoeConfig(ExpertsConfig):
     moe_intermediate_dim: int = Field(default=768, gt=0)
     """Width of each expert."""
     n_routed_experts: int = Field(default=128, gt=0)
-    """Number of experts in each layer."""
     num_experts_per_tok: int = Field(default=8, gt=0)
-    """Number of experts that process each token."""
     norm_topk_prob: bool = False
     """Normalizes the weights of a token's experts to sum to 1."""
     decoder_sparse_step: int = Field(default=1, gt=0)

@@ -102,16 +102,18 @@ class RotaryConfig(DecoderConfig):
         vocab_size: int,
         blocks: tuple[BlockSpec, ...],
         *,
+        prefix: int = 0,
         embedding: EmbeddingSpec | None = None,
         softcap: float | None = None,
         logit_scale: float | None = None,
     ) -> DecoderSpec:
-        """Builds the spec of the full model. `logit_scale` multiplies the logits."""
+        """Builds the spec of the full model. `prefix` is as in `DecoderSpec`; `logit_scale` multiplies the logits."""
         return DecoderSpec(
             vocab_size=vocab_size,
             hidden_dim=self.hidden_dim,
             num_positions=self.seq_len,
             blocks=blocks,
+            prefix=prefix,
             final_norm=replace(self.norm_spec(), factor=logit_scale),
             embedding=embedding or EmbeddingSpec(),
             head=HeadSpec(tied=self.tie_word_embeddings, softcap=softcap),

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from lm_trainer.nn.spec import Activation
 
+BalanceScope = Literal["microbatch", "batch", "row"]
+"""Tokens over which a load-balancing loss takes the load of an expert; see `lm_trainer.nn.router`."""
+
 
 @dataclass(frozen=True)
 class ExpertGroupsSpec:
@@ -46,15 +49,9 @@ class RouterSpec:
     (Wang et al. 2024, arXiv 2408.15664, algorithm 1). 0: a constant bias. None: no bias."""
     balance_coef: float = 0.0
     """Coefficient of the load-balancing loss, which is a mean over layers."""
-    balance_over: Literal["microbatch", "batch", "row"] = "microbatch"
-    """Tokens over which the load-balancing loss takes the load of an expert; see `lm_trainer.nn.router`."""
+    balance_over: BalanceScope = "microbatch"
     z_coef: float = 0.0
     """Coefficient of the penalty for large router logits, which is a mean over layers."""
-
-    @property
-    def reports_load(self) -> bool:
-        """True if the router has a parameter that a step sets from the load of the global batch."""
-        return self.selection_bias is not None or self.balance_over == "batch"
 
 
 @dataclass(frozen=True)

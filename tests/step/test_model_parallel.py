@@ -25,6 +25,7 @@ from lm_trainer.run.build.startup_notes import configuration_warnings, determini
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.loss.gradient import Sums
 from lm_trainer.step.state.train_state import to_host
+from tests.step.test_layerwise import PrefixedLlama
 
 VOCAB, ROWS, SEQ = 61, 4, 32
 SIZES = {"seq_len": SEQ, "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "scan_layers": True}
@@ -49,12 +50,14 @@ def setup(model: dict[str, Any], devices: int, *, optimizer: str = "adam", **tra
     """A model with `dense: false` computes its experts in groups, which a CPU otherwise does not."""
     config = RunConfig.model_validate(
         {
-            "model": {key: value for key, value in model.items() if key != "kernel"},
+            "model": {key: value for key, value in model.items() if key not in ("kernel", "prefix")},
             "data": {"tokenizer": "bytes"},
             "trainer": {**ONE_MICROBATCH, **trainer},
             "optimizer": {"type": optimizer, "learning_rate": 1e-2, "warmup": 0},
         }
     )
+    if "prefix" in model:
+        config = config.model_copy(update={"model": PrefixedLlama(**config.model.model_dump())})
     if "kernel" not in model:
         return build_setup(config, VOCAB, jax.devices()[:devices])
     spec = config.model.spec(VOCAB)
@@ -216,13 +219,18 @@ def test_one_program_for_all_devices_can_be_cut_as_well(model: dict[str, Any], a
             {"pipeline_axis_size": 2},
             "3 layers cannot be cut into pipeline_axis_size=2 equal stages",
         ),
+        ({**LLAMA, "prefix": 1}, {"pipeline_axis_size": 2}, r"first layers differ from the others \(1 of 2\)"),
         (
             GPT2,
             {"pipeline_axis_size": 2, "train_batch_size": 3},
             "microbatch of 3 rows.*per_device_parallelism to a mul",
         ),
         (GPT2, {"context_axis_size": 3}, "rows of 32 positions cannot be cut into context_axis_size=3 pieces"),
-        (GPT2, {"context_axis_size": 2, "optimizer": "sophia-h"}, "cannot be used with an optimizer that estimates"),
+        (
+            GPT2,
+            {"context_axis_size": 2, "optimizer": "sophia-h"},
+            "optimizer estimates curvature from random",
+        ),
         (MIXTRAL, {"expert_axis_size": 8, "train_batch_size": 8}, "axis 'experts' of size 4.*expert_axis_size=8"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value[:24],
