@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from lm_trainer.models.base import DecoderConfig
 
 
+READ_QUANTIZATION = frozenset({"mxfp4"})
+"""Methods of `quantization_config` whose weights are read. They are not written, so exports have no such field."""
+
+
 @dataclass(frozen=True)
 class HfSettings:
     """The settings of a published model, with all fields."""
@@ -43,7 +47,7 @@ class HfSettings:
             UserError: for the same reasons as in `read_copied_files`, for a damaged file, and for an end token that is
                 not an id.
         """
-        config = read_json(directory / CONFIG)
+        config = _without_quantization(read_json(directory / CONFIG))
         generation_file, preprocessor_file = directory / GENERATION, directory / PREPROCESSOR
         generation = read_json(generation_file) if generation_file.is_file() else generation_from_config(config)
         if not all(isinstance(end, int) for end in _as_list(generation.get("eos_token_id"))):
@@ -70,6 +74,11 @@ class HfSettings:
     def end_ids(self) -> tuple[int, ...]:
         """Tokens that end a text."""
         return tuple(_as_list(self.generation.get("eos_token_id")))
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """Texts that end a text."""
+        return tuple(text for text in _as_list(self.generation.get("stop_strings")) if isinstance(text, str) and text)
 
     def with_end_token(self, token: int) -> Self:
         """Returns settings for a model with an additional end token."""
@@ -144,6 +153,12 @@ class HfSettings:
             (directory / name).write_text(text + "\n", encoding="utf-8")
         for name, content in self.files.items():
             (directory / name).write_bytes(content)
+
+
+def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    block = config.get("quantization_config")
+    is_read = isinstance(block, Mapping) and block.get("quant_method") in READ_QUANTIZATION
+    return {key: value for key, value in config.items() if not (is_read and key == "quantization_config")}
 
 
 def _as_list(value: Any) -> list[Any]:

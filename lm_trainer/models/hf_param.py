@@ -44,6 +44,11 @@ class ParamSlice(NamedTuple):
         return self.leaf.shape[len(self.index) :]
 
     @property
+    def head_size(self) -> int:
+        """Size of a head, or 1 if the last dimensions are no heads."""
+        return self.shape[-1] if self.axes[-1] == "head_size" else 1
+
+    @property
     def file_shape(self) -> tuple[int, ...]:
         """`shape` with (heads, head_size) merged into one dimension."""
         merged: list[int] = []

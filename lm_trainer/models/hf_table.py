@@ -53,7 +53,7 @@ class HfTensor:
     transposed: bool = False
     """The file has outputs before inputs, also in the matrix of each expert."""
     interleaved: bool = False
-    """The parts alternate head by head instead of being concatenated."""
+    """The parts alternate instead of being concatenated: head by head or, if they have no heads, element by element."""
     reversed: bool = False
     """The file has all dimensions in the opposite order, as in the weights of a convolution."""
 
@@ -131,7 +131,7 @@ class FileTensor(NamedTuple):
         x = self._transpose(tensor)
         if self.table.interleaved:
             # In the file, the query, key and value of each head are next to each other.
-            size = self.parts[0].shape[-1]
+            size = self.parts[0].head_size
             heads = x.reshape(*x.shape[:-1], -1, len(self.parts), size)
             pieces = [heads[..., i, :] for i in range(len(self.parts))]
         else:
@@ -142,8 +142,9 @@ class FileTensor(NamedTuple):
     def join(self, pieces: list[np.ndarray]) -> np.ndarray:
         """Joins parts to a C-contiguous tensor of the file; the inverse of `split`."""
         if self.table.interleaved:
-            stacked = np.stack(pieces, axis=-2)
-            joined = stacked.reshape(*stacked.shape[:-3], -1)
+            shape, size = self.parts[0].file_shape, self.parts[0].head_size
+            stacked = np.stack([piece.reshape(*shape[:-1], -1, size) for piece in pieces], axis=-2)
+            joined = stacked.reshape(*shape[:-1], -1)
         else:
             flat = [piece.reshape(part.file_shape) for piece, part in zip(pieces, self.parts, strict=True)]
             joined = np.concatenate(flat, axis=-1) if len(flat) > 1 else flat[0]

@@ -155,6 +155,11 @@ def hf_fields(
     return tuple(replace(entry, default=defaults.get(entry.hf, entry.default)) for entry in fields)
 
 
+def hf_fields_of_one_activation(**defaults: Any) -> tuple[HfField, ...]:
+    """Returns `hf_fields` for a family with a single activation, which is no setting."""
+    return tuple(entry for entry in hf_fields(**defaults) if entry.setting != "activation_function")
+
+
 def heads_from_hf(hf: Mapping[str, Any], *, kv_heads: int | None, head_dim: int | None = None) -> dict[str, Any]:
     """Reads the numbers and sizes of heads. `kv_heads` and `head_dim` are transformers' defaults for absent keys."""
     heads = hf.get("num_attention_heads") or 32

@@ -192,6 +192,9 @@ class AttentionSpec:
     """Size of value vectors; None: head_dim."""
     gated: bool = False
     """Multiply the result of each head by the sigmoid of another linear map of the input."""
+    sinks: bool = False
+    """Add a learned logit per head to the scores of each query, like a key whose value is zero (Xiao et al. 2023,
+    arXiv 2309.17453, section 3.3)."""
 
     @property
     def kv_heads(self) -> int:

@@ -298,8 +298,9 @@ def _mlp_parameters(spec: MlpSpec | MoeSpec | None, hidden: int) -> int:
     if spec is None:
         return 0
     if isinstance(spec, MoeSpec):
-        # A row of the router and the three matrices of each expert.
-        experts = spec.num_experts * (hidden + 3 * hidden * spec.hidden_dim)
+        # A row of the router, and the three matrices and biases of each expert.
+        biases = spec.bias * (2 * spec.hidden_dim + hidden)
+        experts = spec.num_experts * (hidden + 3 * hidden * spec.hidden_dim + biases)
         return experts + spec.num_experts * spec.router.logit_bias + _num_shared_weights(spec.shared, hidden)
     if spec.module is not None:
         return count_part(spec, hidden).total

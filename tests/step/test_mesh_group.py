@@ -138,6 +138,7 @@ def test_the_host_dispatches_no_more_programs_for_more_devices(monkeypatch: pyte
     assert layers == LAYERS["num_layers"] * microbatches // 2
 
 
+@pytest.mark.slow
 def test_a_computation_that_is_compiled_otherwise_in_one_program_gets_one_for_each_device(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

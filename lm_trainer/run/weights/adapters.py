@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from lm_trainer.checkpoint.digest import compute_checksums
@@ -26,6 +27,7 @@ from lm_trainer.core.files import expand_home
 from lm_trainer.core.tree import named_leaves, nest_named_leaves
 from lm_trainer.models.hf import param_infos
 from lm_trainer.nn.lora import is_adapter_param, merge_lora
+from lm_trainer.nn.router import is_relative_load
 from lm_trainer.objectives import LossConfig, NextTokenConfig
 from lm_trainer.profile.flops import FlopsCount
 from lm_trainer.run.config.loss_checks import has_separate_reference
@@ -41,7 +43,7 @@ _BASE_STEP = "base_step"
 _NEXT_TOKEN = NextTokenConfig()
 _IRRELEVANT_FIELDS = frozenset(
     {"dropout", "init_std", "scan", "remat", "backend", "block_size", "upcast", "balance_coef", "z_coef"}
-    | {"vocab_size", "num_positions"}
+    | {"balance_over", "vocab_size", "num_positions"}
 )
 """Fields of a spec that only affect training or speed, or that also determine the shapes of parameters."""
 
@@ -70,14 +72,27 @@ class BaseCheckpoint:
             UserError: if the checkpoint contains another model.
         """
         loaded = load_merged_model(self.directory, self.step).params
-        named = {name: np.asarray(x) for name, x in named_leaves(loaded).items()}
         expected = {name: x for name, x in shapes.items() if not is_adapter_param(name)}
+        named = with_own_loads({name: np.asarray(x) for name, x in named_leaves(loaded).items()}, expected)
         _check_same_model(f"{self.key}: {self.directory}", named, expected)
         return {name: jax.device_put(x.astype(shapes[name].dtype), shardings[name]) for name, x in named.items()}
 
     def with_initial_weights(self, model: ModelDef) -> ModelDef:
         """Returns the model with the weights of this checkpoint as initial values."""
         return dataclasses.replace(model, load=self.load)
+
+
+def with_own_loads(weights: Mapping[str, np.ndarray], shapes: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Returns the weights of another model, with even loads of experts where only this model has loads.
+
+    Loads that only the other model has are left out. They affect only the loss that balances the experts.
+
+    Args:
+        weights: weights of the other model, by name.
+        shapes: shapes and dtypes of the parameters of this model.
+    """
+    even = {name: np.ones(x.shape, x.dtype) for name, x in shapes.items() if is_relative_load(name)}
+    return {**even, **{name: x for name, x in weights.items() if name in shapes or not is_relative_load(name)}}
 
 
 def find_base_checkpoint(config: RunConfig, store: CheckpointStore) -> BaseCheckpoint | None:
@@ -230,7 +245,9 @@ def load_merged_model(
         return loaded
     dtype = loaded.config.trainer.mp.param_dtype
     # Casts to the parameter dtype of the run, because the digest of the frozen weights was computed in that dtype.
-    base = {name: np.asarray(x).astype(dtype) for name, x in _load_base_params(run, loaded).items()}
+    model = ModelDef.trace(lambda: loaded.config.model.build(loaded.vocab_size, rngs=nnx.Rngs(0)))
+    base = with_own_loads(_load_base_params(run, loaded), model.shapes)
+    base = {name: np.asarray(x).astype(np.float32 if name in model.loads else dtype) for name, x in base.items()}
     if hash_frozen_params(base) != loaded.record.get(FROZEN):
         raise UserError(
             f"{run} is an adapter for other weights than those that are now in {base_model_name(loaded.config)}; put "

@@ -103,7 +103,7 @@ class Hutchinson:
         assert key is not None
         shapes = self.loss.model.shapes
         keys = dict(zip(shapes, sign_keys(key, len(shapes)), strict=True))
-        if number is None:
+        if number is None or stage.layers is None:
             return {name: jax.random.rademacher(keys[name], x.shape, x.dtype) for name, x in params.items()}
         row = stage.row_of(number)
         return {name: rademacher_row(keys[name], shapes[name].shape, row, x.dtype) for name, x in params.items()}
