@@ -270,6 +270,34 @@ def _qwen3_next(draw: Draw) -> Fields:
     }  # fmt: skip
 
 
+def _gpt_oss(draw: Draw) -> Fields:
+    shared, experts = draw.shared(), draw.one(2, 4, 5)
+    return {
+        **shared, **draw.heads(), "rope_parameters": draw.rotary(), "hidden_act": "silu",
+        "num_local_experts": experts, "num_experts_per_tok": draw.one(*range(1, experts + 1)),
+        "sliding_window": draw.window(), "attention_bias": draw.one(False, True),
+        "layer_types": draw.pattern(shared["num_hidden_layers"], "sliding_attention"),
+        "swiglu_alpha": draw.one(1.0, 1.702), "swiglu_limit": draw.one(0.5, 7.0),
+    }  # fmt: skip
+
+
+def _granite4(draw: Draw) -> Fields:
+    granite, mamba, experts = _granite(draw), _mamba2(draw), draw.one(0, 2, 4)
+    layers = granite["num_hidden_layers"]
+    attention = draw.subset(layers)
+    heads = draw.one(2, 4)
+    return {
+        **granite, "initializer_range": 0.1, "hidden_act": "silu", "num_local_experts": experts,
+        "num_experts_per_tok": draw.one(*range(1, experts + 1)) if experts else 0,
+        "shared_intermediate_size": draw.one(20, 40), "position_embedding_type": draw.one(None, "rope"),
+        "layer_types": ["attention" if layer in attention else "mamba" for layer in range(layers)],
+        "mamba_n_heads": heads, "mamba_d_head": 2 * granite["hidden_size"] // heads,
+        "mamba_n_groups": draw.one(1, 2), "mamba_d_state": mamba["state_size"], "mamba_d_conv": mamba["conv_kernel"],
+        "mamba_chunk_size": mamba["chunk_size"], "mamba_conv_bias": mamba["use_conv_bias"],
+        "mamba_proj_bias": mamba["use_bias"],
+    }  # fmt: skip
+
+
 def _mamba2(draw: Draw) -> Fields:
     shared, groups, head_dim = draw.shared(), draw.one(1, 2), draw.one(4, 8)
     heads = groups * draw.one(2, 4)
@@ -324,6 +352,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": _family("Qwen2Moe", _qwen2_moe),
     "olmoe": _family("Olmoe", _olmoe),
     "glm4_moe": _family("Glm4Moe", _glm4_moe),
+    "gpt_oss": _family("GptOss", _gpt_oss),
+    "granite4": _family("GraniteMoeHybrid", _granite4),
     "deepseek_v3": _family("DeepseekV3", _deepseek_v3),
     "deepseek_v2": _family("DeepseekV2", _deepseek_v2),
     "minicpm3": _family("MiniCPM3", _minicpm3),
