@@ -142,7 +142,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
         "NanoChat",
         SHARED,
         [{"final_logit_softcapping": 1.0}, {"tie_word_embeddings": True}, {"rms_norm_eps": 0.1}, {"hidden_act": "silu"},
-         {"rope_parameters": {**PLAIN, "rope_theta": 100.0}}, {"head_dim": 12}],
+         {"rope_parameters": {**PLAIN, "rope_theta": 100.0}}, {"rope_parameters": YARN}, {"head_dim": 12}],
     ),
     "apertus": (
         "Apertus",
