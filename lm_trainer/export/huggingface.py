@@ -222,9 +222,12 @@ def _untie_distinct_head(config: DecoderConfig, vocab_size: int, directory: Path
 
 
 def _refuse_quantized(raw: Mapping[str, Any]) -> None:
-    """Raises `UserError`, with the name of the method, for a config.json of a model with quantized weights."""
+    """Raises `UserError`, with the name of the method, for a config.json of a model with quantized weights.
+
+    Weights in NF4 are read, and so not refused.
+    """
     block = raw.get("quantization_config")
-    if not block:
+    if not block or (isinstance(block, Mapping) and block.get("bnb_4bit_quant_type") == "nf4"):
         return
     named = block.get("quant_method") if isinstance(block, Mapping) else None
     # Files written by early versions of bitsandbytes name no method.

@@ -44,6 +44,8 @@ class HfSettings:
                 not an id.
         """
         config = read_json(directory / CONFIG)
+        # Quantized weights are dequantized when they are read, so exports are not quantized.
+        config.pop("quantization_config", None)
         generation_file, preprocessor_file = directory / GENERATION, directory / PREPROCESSOR
         generation = read_json(generation_file) if generation_file.is_file() else generation_from_config(config)
         if not all(isinstance(end, int) for end in _as_list(generation.get("eos_token_id"))):

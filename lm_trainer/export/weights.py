@@ -16,6 +16,7 @@ import numpy as np
 
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.safe_names import path_inside
+from lm_trainer.export.nf4_files import Nf4Tensor, join_quantized
 from lm_trainer.export.tensor_file import StoredTensor, read_header
 
 SINGLE_FILE = "model.safetensors"
@@ -131,7 +132,8 @@ class Weights(Mapping[str, np.ndarray]):
     """Tensors of a directory by name. Each tensor is read from its file on demand.
 
     Floating-point tensors are converted to float32, which is exact for float16 and bfloat16; other dtypes are
-    unchanged. `dtypes` has the names of the safetensors dtypes that occur (`F32`, `BF16`, ...).
+    unchanged. Tensors that bitsandbytes has quantized to NF4 are dequantized. `dtypes` has the names of the safetensors
+    dtypes that occur (`F32`, `BF16`, ..., and `NF4`).
 
     Raises:
         UserError: when opened, for a directory without safetensors files, an index that refers to files outside it, or
@@ -140,15 +142,16 @@ class Weights(Mapping[str, np.ndarray]):
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self.stored: dict[str, StoredTensor] = {}
-        """Header entries of the tensors; no data is read yet."""
+        stored: dict[str, StoredTensor] = {}
         files = _read_headers(directory)
         for tensors in files.values():
             for name, tensor in tensors.items():
-                if name in self.stored:
-                    second_file, first_file = tensor.file.name, self.stored[name].file.name
+                if name in stored:
+                    second_file, first_file = tensor.file.name, stored[name].file.name
                     raise UserError(f"{directory}: tensor {name!r} is both in {first_file} and in {second_file}")
-                self.stored[name] = tensor
+                stored[name] = tensor
+        self.stored: dict[str, StoredTensor | Nf4Tensor] = join_quantized(stored)
+        """Header entries of the tensors; no data is read yet."""
         self.files = tuple(sorted(files))
         self.dtypes = frozenset(tensor.dtype for tensor in self.stored.values())
 

@@ -21,6 +21,7 @@ from lm_trainer.nn.expert_spec import MoeSpec, SharedExpertSpec
 from lm_trainer.nn.grouped_product import KERNELS, GroupedKernel
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import ACTIVATIONS
+from lm_trainer.nn.lora_weights import WeightLora, read_adapted
 from lm_trainer.nn.mlp import Mlp
 from lm_trainer.nn.read import read
 from lm_trainer.nn.router import (
@@ -60,6 +61,13 @@ class Moe(nnx.Module):
         rate = spec.router.selection_bias
         self.selection_bias = None if rate is None else _make_load_param(spec, 0.0, rate)
         self.load = _make_load_param(spec, 1.0, None) if spec.router.balance_over == "batch" else None
+        self.remove_adapter()
+
+    def remove_adapter(self) -> None:
+        """Makes later calls compute with the weights of the experts alone."""
+        self.gate_lora: WeightLora | None = None
+        self.up_lora: WeightLora | None = None
+        self.down_lora: WeightLora | None = None
 
     def __call__(self, x_BSD: jax.Array, valid_BS: jax.Array) -> tuple[jax.Array, RouterStats]:
         """Returns the result in the dtype of `x_BSD`, and the statistics over the tokens for which the boolean
@@ -102,11 +110,15 @@ class Moe(nnx.Module):
         if kernel == "dense":
             return reduce_scatter(self._compute_dense_experts(x_MD, experts_MK, weights_MK), "expert", 0)
         # Inside the map: sorting the rows of all devices together would send every token to every device.
-        weights = [read(w, x_MD.dtype) for w in (self.gate, self.up, self.down)]
+        weights = [read_adapted(w, adapter, x_MD.dtype) for w, adapter in self._expert_weights()]
         compute = self._ragged_experts if kernel == "ragged_dot" else functools.partial(self._grouped_experts, kernel)
         y_MKD = map_local_rows(compute, (x_MD, experts_MK), weights)
         y_MD = jnp.sum(y_MKD * weights_MK[..., None].astype(y_MKD.dtype), axis=1)
         return reduce_scatter(y_MD, "expert", 0)
+
+    def _expert_weights(self) -> tuple[tuple[nnx.Param, WeightLora | None], ...]:
+        """The weights gate, up and down of all experts, with their adapters."""
+        return (self.gate, self.gate_lora), (self.up, self.up_lora), (self.down, self.down_lora)
 
     def _compute_dense_experts(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
         """Computes the experts of this device as one wide MLP in which unselected experts have a weight of 0."""
@@ -115,14 +127,16 @@ class Moe(nnx.Module):
         chosen_MKE = experts_MK[:, :, None] == first + jnp.arange(count)[None, None, :]
         weights_ME = jnp.sum(jnp.where(chosen_MKE, weights_MK[..., None], 0.0), axis=1).astype(dtype)
 
-        def product(w: nnx.Param) -> jax.Array:
-            w_DEF = read(w, dtype).transpose(1, 0, 2)
+        gate, up, down = self._expert_weights()
+
+        def product(w: nnx.Param, adapter: WeightLora | None) -> jax.Array:
+            w_DEF = read_adapted(w, adapter, dtype).transpose(1, 0, 2)
             return jnp.matmul(x_MD, w_DEF.reshape(x_MD.shape[1], -1)).reshape(-1, *w_DEF.shape[1:])
 
         # Weighted before the last product, which is linear: the product then sums over experts and their widths at
         # once.
-        h_MEF = ACTIVATIONS[self.spec.activation](product(self.gate)) * product(self.up) * weights_ME[..., None]
-        down_YD = read(self.down, dtype).reshape(-1, x_MD.shape[1])
+        h_MEF = ACTIVATIONS[self.spec.activation](product(*gate)) * product(*up) * weights_ME[..., None]
+        down_YD = read_adapted(*down, dtype).reshape(-1, x_MD.shape[1])
         return jnp.matmul(h_MEF.reshape(x_MD.shape[0], -1), down_YD)
 
     def _grouped_experts(
