@@ -12,14 +12,17 @@ from typing import Any
 
 
 def field_docs(model: Any) -> dict[str, str]:
-    """Returns the docstring of each documented field, from the most derived class that declares the field.
+    """Returns the docstring of each documented field, from the most derived class that documents it.
+
+    A class that declares a field again, for another default, needs no docstring of its own.
 
     pydantic would read the docstrings at class creation, which takes half of the import time of all configurations.
     """
     docs = {}
     for name in model.model_fields:
-        owner = next(base for base in model.__mro__ if name in inspect.get_annotations(base))
-        if text := _read_field_docs(inspect.getsourcefile(owner)).get(owner.__qualname__, {}).get(name):
+        owners = (base for base in model.__mro__ if name in inspect.get_annotations(base))
+        texts = (_read_field_docs(inspect.getsourcefile(x)).get(x.__qualname__, {}).get(name) for x in owners)
+        if text := next(filter(None, texts), None):
             docs[name] = text
     return docs
 

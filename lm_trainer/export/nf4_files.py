@@ -17,6 +17,7 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.nf4 import BLOCK, GROUP, NF4_VALUES, SCALE_VALUES, Nf4Matrix, dequantize_scales
+from lm_trainer.export.mxfp4_tensor import Mxfp4Tensor
 from lm_trainer.export.tensor_file import Region, StoredTensor
 
 _STATE, _NF4 = ".quant_state.bitsandbytes__", "nf4"
@@ -93,20 +94,21 @@ class Nf4Tensor:
         return dequantize_scales(absmax_K, *groups, values, size=self.state["nested_blocksize"])
 
 
-def join_quantized(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | Nf4Tensor]:
+def join_nf4(stored: Mapping[str, StoredTensor | Mxfp4Tensor]) -> dict[str, StoredTensor | Mxfp4Tensor | Nf4Tensor]:
     """Replaces the arrays of each tensor that is quantized to NF4 by one `Nf4Tensor` with the name of its codes.
 
     Raises:
         UserError: for another format of bitsandbytes, and for arrays that are missing or damaged.
     """
     states = {name: name.partition(_STATE) for name in stored if _STATE in name}
-    joined: dict[str, StoredTensor | Nf4Tensor] = dict(stored)
+    joined: dict[str, StoredTensor | Mxfp4Tensor | Nf4Tensor] = dict(stored)
     for key, (name, _, kind) in states.items():
-        if kind != _NF4:
-            raise UserError(f"{stored[key].file}: {name} is quantized to {kind}, which is not read; {_REMEDY}")
+        state = stored[key]
+        if kind != _NF4 or not isinstance(state, StoredTensor):
+            raise UserError(f"{state.file}: {name} is quantized to {kind}, which is not read; {_REMEDY}")
         arrays = {end: joined.pop(f"{name}{end}", None) for end in ("", *_ENDS)}
         del joined[key]
-        joined[name] = _make_tensor(name, stored[key], {n: x for n, x in arrays.items() if isinstance(x, StoredTensor)})
+        joined[name] = _make_tensor(name, state, {n: x for n, x in arrays.items() if isinstance(x, StoredTensor)})
     return joined
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.export.mxfp4_tensor import Mxfp4Tensor
 from lm_trainer.export.nf4_files import Nf4Tensor
 from lm_trainer.export.tensor_file import StoredTensor
 
@@ -74,7 +75,7 @@ class Change:
 def find_changes(
     stored: Mapping[str, StoredTensor],
     targets: Collection[str],
-    base: Mapping[str, StoredTensor | Nf4Tensor],
+    base: Mapping[str, StoredTensor | Mxfp4Tensor | Nf4Tensor],
     file: Path,
 ) -> dict[str, Change]:
     """Returns the change of each tensor of the base model.
@@ -110,7 +111,9 @@ def find_changes(
     return changes
 
 
-def _is_copy(name: str, tensor: StoredTensor, base: Mapping[str, StoredTensor | Nf4Tensor], file: Path) -> bool:
+def _is_copy(
+    name: str, tensor: StoredTensor, base: Mapping[str, StoredTensor | Mxfp4Tensor | Nf4Tensor], file: Path
+) -> bool:
     """Returns True for an embedding or head of the base model, which PEFT stores beside its adapter."""
     module = name.removesuffix(f"{_INNER}.weight")
     if module == name:

@@ -15,13 +15,15 @@ from lm_trainer.core.safe_names import path_inside
 from lm_trainer.export.peft_changes import Change, find_changes, is_head
 from lm_trainer.export.tensor_file import read_header
 from lm_trainer.export.weights import Weights, read_json
+from lm_trainer.models.hf import config_from_hf
 
 ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _COMPUTED = frozenset(
     {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"}
     | {"fan_in_fan_out", "target_parameters"}
 )
-"""Settings of PEFT's LoraConfig that the product depends on. Ranks are taken from the shapes of the tensors."""
+"""Settings of PEFT's LoraConfig that the product depends on. Ranks are taken from the shapes of the tensors, and
+`fan_in_fan_out` from the family."""
 _WITHOUT_EFFECT = frozenset(
     # Settings for the program that reads or trains the adapter.
     {"task_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config", "lora_dropout", "megatron_core"}
@@ -94,6 +96,7 @@ class AdaptedWeights(Weights):
         super().__init__(base)
         file = directory / ADAPTER_CONFIG
         self._config = _check_adapter_config(read_json(file), file)
+        self._by_inputs = _has_inputs_first(base, self._config)
         try:
             stored_tensors = read_header(path_inside(directory, _ADAPTER_WEIGHTS, directory))
         except FileNotFoundError:
@@ -117,15 +120,25 @@ class AdaptedWeights(Weights):
         return weight + change.values(scale, inputs_first=self._has_inputs_first(change))
 
     def _has_inputs_first(self, change: Change) -> bool:
-        """Returns True for a weight with the input dimension before the output dimension, as in the layers of GPT-2."""
-        # PEFT ignores the setting for a head.
-        return bool(self._config.get("fan_in_fan_out")) and not is_head(change.module)
+        # The head is an ordinary linear layer in every family.
+        return self._by_inputs and not is_head(change.module)
 
     def _adapter_scale(self, module: str, rank: int) -> float:
         patterns = self._config.get("alpha_pattern") or {}
         alphas = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
         alpha = next(alphas, self._config.get("lora_alpha", rank))
         return float(alpha) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+
+
+def _has_inputs_first(base: Path, config: Mapping[str, Any]) -> bool:
+    """Returns True if the weights of the base have the input dimension before the output dimension, as in GPT-2.
+
+    The family decides, as in PEFT, which corrects the setting `fan_in_fan_out` by the class of the layer.
+    """
+    if not (base / "config.json").is_file():
+        return bool(config.get("fan_in_fan_out"))
+    family = config_from_hf(read_json(base / "config.json"))[0].hf_family()
+    return not any(tensor.transposed for tensor in family.tensors)
 
 
 def _check_adapter_config(config: dict[str, Any], file: Path) -> dict[str, Any]:

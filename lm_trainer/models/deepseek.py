@@ -18,7 +18,7 @@ from lm_trainer.models.experts import (
 from lm_trainer.models.hf_table import HfFamily, HfField
 from lm_trainer.models.latent import LATENT_ATTENTION, LatentConfig, latent_fields, latent_from_hf, latent_to_hf
 from lm_trainer.models.rotary import EMBEDDING, HEAD, LAYER, MLP, PRE_NORMS, TIED, hf_fields
-from lm_trainer.nn.expert_spec import ExpertGroupsSpec, RouterSpec, SharedExpertSpec
+from lm_trainer.nn.expert_spec import BalanceScope, ExpertGroupsSpec, RouterSpec, SharedExpertSpec
 from lm_trainer.nn.spec import BlockSpec, DecoderSpec
 
 _TENSORS = (
@@ -27,10 +27,7 @@ _TENSORS = (
     *PRE_NORMS,
     *LATENT_ATTENTION,
     *MLP,
-    *expert_tensors(
-        f"{LAYER}.mlp.gate",
-        {name: f"{LAYER}.mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down")},
-    ),
+    *expert_tensors(f"{LAYER}.mlp.gate", f"{LAYER}.mlp.experts"),
     *shared_expert_tensors(f"{LAYER}.mlp.shared_experts"),
 )
 _INERT = {"attention_dropout": 0.0, "pretraining_tp": 1, "ep_size": 1}
@@ -73,7 +70,7 @@ class _DeepseekConfig(LatentConfig, GroupedExpertsConfig):
         shared = SharedExpertSpec(self.n_shared_experts * self.moe_intermediate_dim)
         sparse = replace(plain, mlp=self.moe_spec(self.moe_intermediate_dim, router=router, shared=shared))
         first = min(self.first_k_dense_replace, self.num_layers)
-        return self.decoder_spec(vocab_size, (plain,) * first + (sparse,) * (self.num_layers - first))
+        return self.decoder_spec(vocab_size, (plain,) * first + (sparse,) * (self.num_layers - first), prefix=first)
 
 
 def _v3_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,20 +139,12 @@ class DeepseekV3Config(_DeepseekConfig):
     rope_interleave: bool = True
     """Adjacent dimensions are the coordinates of a rotation, instead of dimension i of both halves of a head."""
     n_routed_experts: int = Field(default=256, gt=0)
-    """Number of experts in each layer."""
     num_experts_per_tok: int = Field(default=8, gt=0)
-    """Number of experts that process each token."""
     norm_topk_prob: bool = True
     """Normalizes the weights of a token's experts to sum to 1."""
     lbl_coef: float = Field(default=0.0001, ge=0)
-    """Weight of the experts' load-balancing loss; 0: no such loss. It affects only the gradient, and is not part of the
-    reported loss."""
-    lbl_over: Literal["microbatch", "batch", "row"] = "row"
-    """Tokens over which the load-balancing loss takes the load of an expert. `microbatch`: the microbatch, so the
-    weight of the loss depends on the size of microbatches. `batch`: the global batch of the previous step, which is the
-    same for every division into microbatches. `row`: the row of each token, as in DeepSeek-V3."""
+    lbl_over: BalanceScope = "row"
     rzl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the z-loss, which penalises large router logits; 0: no such loss. It affects only the gradient."""
     selection_bias_rate: float = Field(default=0.001, ge=0)
     """Balances the load without a loss: each step raises a bias of experts with less than the mean load of the global
     batch by this rate, and lowers it for the others. The bias affects only the selection of experts. 0: the bias stays
@@ -241,9 +230,7 @@ class DeepseekV2Config(_DeepseekConfig):
     moe_intermediate_dim: int = Field(default=1408, gt=0)
     """Width of each expert."""
     n_routed_experts: int = Field(default=64, gt=0)
-    """Number of experts in each layer."""
     num_experts_per_tok: int = Field(default=6, gt=0)
-    """Number of experts that process each token."""
     n_shared_experts: int = Field(default=2, gt=0)
     """Width of the expert that processes every token, in multiples of moe_intermediate_dim."""
     first_k_dense_replace: int = Field(default=1, ge=0)

@@ -2,19 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from lm_trainer.models.hf_table import HfTensor
 from lm_trainer.models.rotary import BLOCK, RotaryConfig
-from lm_trainer.nn.expert_spec import MoeSpec, RouterSpec, SharedExpertSpec
+from lm_trainer.nn.expert_spec import BalanceScope, MoeSpec, RouterSpec, SharedExpertSpec
+
+_PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 class ExpertsConfig(RotaryConfig):
     """Settings of a decoder with experts."""
 
     newer_fields: ClassVar[frozenset[str]] = frozenset({"lbl_over", "selection_bias_rate", "expert_kernel"})
+    implied_settings: ClassVar[Mapping[str, Any]] = {"lbl_over": "microbatch"}
 
     n_routed_experts: int = Field(default=8, gt=0)
     """Number of experts in each layer."""
@@ -23,7 +26,7 @@ class ExpertsConfig(RotaryConfig):
     lbl_coef: float = Field(default=0.01, ge=0)
     """Weight of the experts' load-balancing loss; 0: no such loss. It affects only the gradient, and is not part of the
     reported loss."""
-    lbl_over: Literal["microbatch", "batch", "row"] = "microbatch"
+    lbl_over: BalanceScope = "batch"
     """Tokens over which the load-balancing loss takes the load of an expert. `microbatch`: the microbatch, so the
     weight of the loss depends on the size of microbatches. `batch`: the global batch of the previous step, which is the
     same for every division into microbatches. `row`: the row of each token, as in DeepSeek-V3."""
@@ -77,14 +80,11 @@ class GroupedExpertsConfig(ExpertsConfig):
     """Settings of the families that came after the choice of kernels and losses, with the better defaults."""
 
     newer_fields: ClassVar[frozenset[str]] = frozenset()
+    implied_settings: ClassVar[Mapping[str, Any]] = {}
 
     lbl_coef: float = Field(default=0.001, ge=0)
     """Weight of the experts' load-balancing loss; 0: no such loss. It affects only the gradient, and is not part of the
     reported loss."""
-    lbl_over: Literal["microbatch", "batch", "row"] = "batch"
-    """Tokens over which the load-balancing loss takes the load of an expert. `microbatch`: the microbatch, so the
-    weight of the loss depends on the size of microbatches. `batch`: the global batch of the previous step, which is the
-    same for every division into microbatches. `row`: the row of each token, as in DeepSeek-V3."""
     expert_kernel: Literal["auto", "dense", "grouped"] = "auto"
     """Computation of the experts. `grouped`: only the experts that a token chose, by grouped products (CPUs and TPUs);
     `dense`: every expert for every token; `auto`: grouped where there is a kernel, otherwise dense."""
@@ -104,13 +104,20 @@ def check_expert_groups(config: ExpertsConfig, n_group: int, topk_group: int) ->
         )
 
 
-def expert_tensors(router: str, names: Mapping[str, str]) -> tuple[HfTensor, ...]:
-    """Lists router and experts of a layer. `names` maps gate, up and down to their names in the file (`{expert}`)."""
+def expert_tensors(router: str, experts: str, names: Mapping[str, str] = _PROJECTIONS) -> tuple[HfTensor, ...]:
+    """Lists the tensors of the router and the experts of a layer.
+
+    Args:
+        router: name of the router in the file.
+        experts: name of the list of experts in the file.
+        names: names of the matrices gate, up and down of an expert in the file.
+    """
     # The file has one linear layer per expert, with outputs before inputs. Here there is one array with an `experts`
     # axis.
+    matrices = {name: f"{experts}.{{expert}}.{hf}.weight" for name, hf in names.items()}
     return (
         HfTensor(f"{router}.weight", (f"{BLOCK}.mlp.router",), transposed=True),
-        *(HfTensor(f"{hf}.weight", (f"{BLOCK}.mlp.{name}",), transposed=True) for name, hf in names.items()),
+        *(HfTensor(hf, (f"{BLOCK}.mlp.{name}",), transposed=True) for name, hf in matrices.items()),
     )
 
 
@@ -126,10 +133,9 @@ def shared_expert_tensors(expert: str, gate: str | None = None) -> tuple[HfTenso
         expert: name of the expert in the file.
         gate: name of its gate in the file; None: it has none.
     """
-    names = ("gate", "up", "down")
     matrices = (
-        HfTensor(f"{expert}.{name}_proj.weight", (f"{BLOCK}.mlp.shared.mlp.{name}.weight",), transposed=True)
-        for name in names
+        HfTensor(f"{expert}.{hf}.weight", (f"{BLOCK}.mlp.shared.mlp.{name}.weight",), transposed=True)
+        for name, hf in _PROJECTIONS.items()
     )
     gates = () if gate is None else (HfTensor(f"{gate}.weight", (f"{BLOCK}.mlp.shared.gate",), transposed=True),)
     return (*matrices, *gates)

@@ -30,7 +30,7 @@ from lm_trainer.models.rotary import (
     heads_from_hf,
     hf_fields,
 )
-from lm_trainer.nn.expert_spec import ExpertGroupsSpec, RouterSpec, SharedExpertSpec
+from lm_trainer.nn.expert_spec import BalanceScope, ExpertGroupsSpec, RouterSpec, SharedExpertSpec
 from lm_trainer.nn.spec import BlockSpec, DecoderSpec, QkNormSpec
 
 _FRACTION = 0.5
@@ -82,10 +82,7 @@ class Glm4MoeConfig(GroupedExpertsConfig):
             *ATTENTION,
             *QK_NORM,
             *MLP,
-            *expert_tensors(
-                f"{LAYER}.mlp.gate",
-                {name: f"{LAYER}.mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down")},
-            ),
+            *expert_tensors(f"{LAYER}.mlp.gate", f"{LAYER}.mlp.experts"),
             selection_bias_tensor(f"{LAYER}.mlp.gate.e_score_correction_bias"),
             *shared_expert_tensors(f"{LAYER}.mlp.shared_experts"),
         ),
@@ -124,9 +121,7 @@ class Glm4MoeConfig(GroupedExpertsConfig):
     moe_intermediate_dim: int = Field(default=1408, gt=0)
     """Width of each expert."""
     n_routed_experts: int = Field(default=128, gt=0)
-    """Number of experts in each layer."""
     num_experts_per_tok: int = Field(default=8, gt=0)
-    """Number of experts that process each token."""
     n_shared_experts: int = Field(default=1, gt=0)
     """Width of the expert that processes every token, in multiples of moe_intermediate_dim."""
     first_k_dense_replace: int = Field(default=1, ge=0)
@@ -140,12 +135,7 @@ class Glm4MoeConfig(GroupedExpertsConfig):
     topk_group: int = Field(default=1, gt=0)
     """Number of groups from which a token chooses its experts."""
     lbl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the experts' load-balancing loss; 0: no such loss. It affects only the gradient, and is not part of the
-    reported loss."""
-    lbl_over: Literal["microbatch", "batch", "row"] = "row"
-    """Tokens over which the load-balancing loss takes the load of an expert. `microbatch`: the microbatch, so the
-    weight of the loss depends on the size of microbatches. `batch`: the global batch of the previous step, which is the
-    same for every division into microbatches. `row`: the row of each token, as in DeepSeek-V3."""
+    lbl_over: BalanceScope = "row"
     selection_bias_rate: float = Field(default=0.001, ge=0)
     """Balances the load without a loss: each step raises a bias of experts with less than the mean load of the global
     batch by this rate, and lowers it for the others. The bias affects only the selection of experts. 0: the bias stays
@@ -174,4 +164,4 @@ class Glm4MoeConfig(GroupedExpertsConfig):
         shared = SharedExpertSpec(self.n_shared_experts * self.moe_intermediate_dim)
         sparse = replace(plain, mlp=self.moe_spec(self.moe_intermediate_dim, router=router, shared=shared))
         first = min(self.first_k_dense_replace, self.num_layers)
-        return self.decoder_spec(vocab_size, (plain,) * first + (sparse,) * (self.num_layers - first))
+        return self.decoder_spec(vocab_size, (plain,) * first + (sparse,) * (self.num_layers - first), prefix=first)

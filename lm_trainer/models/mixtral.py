@@ -53,10 +53,7 @@ class MixtralConfig(ExpertsConfig):
             HEAD,
             *PRE_NORMS,
             *ATTENTION,
-            *expert_tensors(
-                f"{LAYER}.block_sparse_moe.gate",
-                {name: f"{LAYER}.block_sparse_moe.experts.{{expert}}.{hf}" for name, hf in _NAMES.items()},
-            ),
+            *expert_tensors(f"{LAYER}.block_sparse_moe.gate", f"{LAYER}.block_sparse_moe.experts", _NAMES),
         ),
         prefix="model.",
         unprefixed=(HEAD.hf,),

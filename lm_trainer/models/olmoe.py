@@ -59,10 +59,7 @@ class OlmoeConfig(GroupedExpertsConfig):
             *PRE_NORMS,
             *ATTENTION,
             *QK_NORM,
-            *expert_tensors(
-                f"{LAYER}.mlp.gate",
-                {name: f"{LAYER}.mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down")},
-            ),
+            *expert_tensors(f"{LAYER}.mlp.gate", f"{LAYER}.mlp.experts"),
         ),
         prefix="model.",
         unprefixed=(HEAD.hf,),
@@ -88,14 +85,10 @@ class OlmoeConfig(GroupedExpertsConfig):
     num_kv_heads: int = Field(default=16, gt=0)
     """Number of key and value heads, each shared by num_heads / num_kv_heads query heads."""
     n_routed_experts: int = Field(default=64, gt=0)
-    """Number of experts in each layer."""
     num_experts_per_tok: int = Field(default=8, gt=0)
-    """Number of experts that process each token."""
     norm_topk_prob: bool = False
     """Normalizes the weights of a token's experts to sum to 1."""
     lbl_coef: float = Field(default=0.01, ge=0)
-    """Weight of the experts' load-balancing loss; 0: no such loss. It affects only the gradient, and is not part of the
-    reported loss."""
     clip_qkv: float | None = Field(default=None, gt=0)
     """Bound of the absolute values of queries, keys and values. Unset: no bound."""
 

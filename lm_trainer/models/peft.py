@@ -10,7 +10,7 @@ Shape letters: R rank, I inputs, O outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from lm_trainer.models.hf import param_infos
 from lm_trainer.models.hf_param import ParamInfo, ParamSlice
 from lm_trainer.models.hf_table import FileTensor, HfFamily, HfTensor, file_name, file_tensors
 from lm_trainer.models.peft_weights import WeightAdapters, weight_adapters_to_peft, weight_names
+from lm_trainer.nn.lora import adapted_weight_name
 from lm_trainer.nn.lora_config import LoraConfig
 
 _WEIGHT = ".weight"
@@ -68,7 +69,7 @@ def adapter_to_peft(
         base: location of the frozen model, for users who load the adapter without naming a base model.
 
     Raises:
-        UserError: for a family that `transformers` does not have.
+        UserError: for a family that `transformers` does not have, and for a weight whose adapter the format lacks.
     """
     family = model_config.hf
     if not isinstance(family, HfFamily):
@@ -84,7 +85,17 @@ def adapter_to_peft(
             a_RI, b_OR = _join_adapters(entry, pairs)
             tensors[f"base_model.model.{module.name}.lora_A.weight"] = a_RI
             tensors[f"base_model.model.{module.name}.lora_B.weight"] = b_OR
+    adapted, written = {adapted_weight_name(name) for name in params}, _written_weights(entries, others)
+    if missing := sorted(adapted - written):
+        raise UserError(
+            f"PEFT has no adapter of {missing[0]} of a {model_config.type} model; export the merged model with --merge"
+        )
     return _adapter_config(lora, modules, others, _num_layers(model_config, vocab_size), base), tensors
+
+
+def _written_weights(entries: Sequence[FileTensor], others: WeightAdapters) -> set[str]:
+    """Returns the names of the weights whose adapters are in the file, if they have one."""
+    return others.weights | {part.path for entry in entries if _is_linear(entry) for part in entry.parts}
 
 
 def _is_linear(entry: FileTensor) -> bool:

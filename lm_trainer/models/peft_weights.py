@@ -34,6 +34,8 @@ class WeightAdapters:
     """Entries of `target_modules`."""
     parameters: dict[str, int] = field(default_factory=dict)
     """Entries of `target_parameters`, each with the number of our adapters that it joins."""
+    weights: set[str] = field(default_factory=set)
+    """Names of our weights that may be among them."""
     ties: bool = False
     """The adapter of the embedding is the adapter of the head too."""
 
@@ -67,7 +69,8 @@ def weight_adapters_to_peft(
         entries: all tensors of the model's file.
         params: the adapters' parameters by dotted name.
     """
-    result, names = WeightAdapters(), weight_names(family, entries)
+    names = weight_names(family, entries)
+    result = WeightAdapters(weights=set(names))
     if (factors := _factors(params, EMBEDDING)) is not None:
         module, (a_VR, b_RD) = names[EMBEDDING][0], factors
         result.modules.append(module)

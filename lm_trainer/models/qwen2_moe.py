@@ -70,10 +70,7 @@ class Qwen2MoeConfig(GroupedExpertsConfig):
             *PRE_NORMS,
             *ATTENTION,
             *MLP,
-            *expert_tensors(
-                f"{LAYER}.mlp.gate",
-                {name: f"{LAYER}.mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down")},
-            ),
+            *expert_tensors(f"{LAYER}.mlp.gate", f"{LAYER}.mlp.experts"),
             *shared_expert_tensors(f"{LAYER}.mlp.shared_expert", f"{LAYER}.mlp.shared_expert_gate"),
         ),
         prefix="model.",
@@ -106,9 +103,7 @@ class Qwen2MoeConfig(GroupedExpertsConfig):
     shared_intermediate_dim: int = Field(default=5632, gt=0)
     """Width of the expert that processes every token."""
     n_routed_experts: int = Field(default=60, gt=0)
-    """Number of experts in each layer."""
     num_experts_per_tok: int = Field(default=4, gt=0)
-    """Number of experts that process each token."""
     norm_topk_prob: bool = False
     """Normalizes the weights of a token's experts to sum to 1."""
     decoder_sparse_step: int = Field(default=1, gt=0)

@@ -47,10 +47,10 @@ def _to_hf(config: "Qwen3MoeConfig") -> dict[str, Any]:
     }
 
 
-def check_layers_exist(layers: Sequence[int], num_layers: int) -> None:
-    """Raises `ValueError` if `mlp_only_layers` names a layer that the model does not have."""
+def check_layers_exist(layers: Sequence[int], num_layers: int, *, name: str = "mlp_only_layers") -> None:
+    """Raises `ValueError` if the setting `name` lists a layer that the model does not have."""
     if wrong := [layer for layer in layers if not 0 <= layer < num_layers]:
-        raise ValueError(f"mlp_only_layers: there is no layer {wrong[0]}; they are 0 to {num_layers - 1}")
+        raise ValueError(f"{name}: there is no layer {wrong[0]}; they are 0 to {num_layers - 1}")
 
 
 def dense_layers(num_layers: int, sparse_step: int, mlp_only_layers: Sequence[int]) -> list[bool]:
@@ -81,10 +81,7 @@ class Qwen3MoeConfig(ExpertsConfig):
             *ATTENTION,
             *QK_NORM,
             *MLP,
-            *expert_tensors(
-                f"{LAYER}.mlp.gate",
-                {name: f"{LAYER}.mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down")},
-            ),
+            *expert_tensors(f"{LAYER}.mlp.gate", f"{LAYER}.mlp.experts"),
         ),
         prefix="model.",
         unprefixed=(HEAD.hf,),
@@ -110,9 +107,7 @@ class Qwen3MoeConfig(ExpertsConfig):
     moe_intermediate_dim: int = Field(default=768, gt=0)
     """Width of each expert."""
     n_routed_experts: int = Field(default=128, gt=0)
-    """Number of experts in each layer."""
     num_experts_per_tok: int = Field(default=8, gt=0)
-    """Number of experts that process each token."""
     norm_topk_prob: bool = False
     """Normalizes the weights of a token's experts to sum to 1."""
     decoder_sparse_step: int = Field(default=1, gt=0)

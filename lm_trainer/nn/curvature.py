@@ -108,17 +108,17 @@ def gauss_newton_bartlett(
 def with_dropout_key(loss: StagedLoss) -> StagedLoss:
     """Makes `loss` derive its dropout key from the key of an estimate, because sampling uses that key too."""
 
-    def fold_key(key: jax.Array | None) -> jax.Array | None:
-        return None if key is None else jax.random.fold_in(key, _DROPOUT)
+    def fold(function: Callable[..., Any]) -> Callable[..., Any]:
+        def with_folded_key(*args: Any) -> Any:
+            *others, key = args
+            return function(*others, None if key is None else jax.random.fold_in(key, _DROPOUT))
 
-    return replace(
-        loss,
-        embed=lambda model, batch, key: loss.embed(model, batch, fold_key(key)),
-        layer=lambda model, slot, stream, batch, layer, key: loss.layer(
-            model, slot, stream, batch, layer, fold_key(key)
-        ),
-        head=lambda model, stream, batch, key: loss.head(model, stream, batch, fold_key(key)),
-    )
+        return with_folded_key
+
+    memory = loss.memory
+    if memory is not None:
+        memory = replace(memory, embed=fold(memory.embed), layer=fold(memory.layer), finish=fold(memory.finish))
+    return replace(loss, embed=fold(loss.embed), layer=fold(loss.layer), head=fold(loss.head), memory=memory)
 
 
 def staged_gauss_newton_bartlett(loss: StagedLoss, *, block_size: int | None = None) -> StagedLoss:

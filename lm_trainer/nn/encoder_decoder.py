@@ -31,6 +31,15 @@ _WIDTH = 3
 """Kernel width of the convolutions, in frames."""
 
 
+class EncoderKeys(NamedTuple):
+    """Dropout keys of the parts of an encoder; None disables dropout."""
+
+    embed: jax.Array | None = None
+    blocks: jax.Array | None = None
+    adapters: jax.Array | None = None
+    """For the adapters of the convolutions."""
+
+
 class Encoder(nnx.Module):
     """The encoder described by an `EncoderSpec`."""
 
@@ -57,15 +66,31 @@ class Encoder(nnx.Module):
         Raises:
             UserError: if the shape of the features does not match the spec.
         """
-        self._check_shape(features_BMP.shape)
-        dropout_key, layers_key, adapters = (None,) * 3 if key is None else jax.random.split(key, 3)
-        activation = ACTIVATIONS[self.spec.activation]
-        x_BMD = activation(self.conv1(_conv_windows(features_BMP.astype(dtype), 1), key=adapters))
-        x_BFD = activation(self.conv2(_conv_windows(x_BMD, 2), key=adapters))
-        x_BFD = (x_BFD.astype(jnp.float32) + read(self.positions, jnp.float32)[None]).astype(dtype)
-        x_BFD = dropout(x_BFD, self.spec.dropout, dropout_key)
-        x_BFD, _, _ = run_blocks(self.stack, self.blocks, x_BFD, _unmasked_context(x_BFD), key=layers_key)
+        keys = self.dropout_keys(key)
+        x_BFD = self.embed_input(features_BMP, dtype=dtype, keys=keys)
+        x_BFD, _, _ = run_blocks(self.stack, self.blocks, x_BFD, self.make_context(x_BFD), key=keys.blocks)
         return self.final_norm(x_BFD)
+
+    def dropout_keys(self, key: jax.Array | None) -> EncoderKeys:
+        """Derives the dropout keys of the parts of the encoder; None disables dropout."""
+        return EncoderKeys() if key is None else EncoderKeys(*jax.random.split(key, 3))
+
+    def embed_input(self, features_BMP: jax.Array, *, dtype: DTypeLike, keys: EncoderKeys) -> jax.Array:
+        """Computes the stream before the first layer, [B, F, D] in `dtype`; raises as `__call__`."""
+        self._check_shape(features_BMP.shape)
+        activation = ACTIVATIONS[self.spec.activation]
+        x_BMD = activation(self.conv1(_conv_windows(features_BMP.astype(dtype), 1), key=keys.adapters))
+        x_BFD = activation(self.conv2(_conv_windows(x_BMD, 2), key=keys.adapters))
+        x_BFD = (x_BFD.astype(jnp.float32) + read(self.positions, jnp.float32)[None]).astype(dtype)
+        return dropout(x_BFD, self.spec.dropout, keys.embed)
+
+    @staticmethod
+    def make_context(x_BFD: jax.Array) -> ForwardContext:
+        """Returns the context that all layers share: every position attends to all positions."""
+        rows, length = x_BFD.shape[:2]
+        positions_BF = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
+        bias_11FF = jnp.zeros((1, 1, length, length), jnp.float32)
+        return ForwardContext(positions_BF, positions_BF, {0: bias_11FF}, jnp.ones((rows, length), bool))
 
     def _check_shape(self, shape: tuple[int, ...]) -> None:
         frames, features = 2 * self.spec.num_positions, self.spec.num_features
@@ -85,13 +110,6 @@ def _conv_windows(x_BMC: jax.Array, stride: int) -> jax.Array:
     frames = x_BMC.shape[1]
     padded = jnp.pad(x_BMC, ((0, 0), (1, 1), (0, 0)))
     return jnp.stack([padded[:, tap : tap + frames : stride] for tap in range(_WIDTH)], axis=2)
-
-
-def _unmasked_context(x_BFD: jax.Array) -> ForwardContext:
-    rows, length = x_BFD.shape[:2]
-    positions_BF = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
-    bias_11FF = jnp.zeros((1, 1, length, length), jnp.float32)
-    return ForwardContext(positions_BF, positions_BF, {0: bias_11FF}, jnp.ones((rows, length), bool))
 
 
 class EncodedCache(NamedTuple):
@@ -117,16 +135,31 @@ class EncoderDecoder(Decoder):
         Raises:
             UserError: if the batch has no features.
         """
-        if batch.features is None:
-            raise UserError(_NO_FEATURES)
         keys = self.dropout_keys(key)
-        encoder_key = None if key is None else jax.random.fold_in(key, 2)
         tokens_BS, positions_BS, segments_BS = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
-        memory_BFD = self.encoder(jnp.asarray(batch.features), dtype=dtype, key=encoder_key)
+        memory_BFD = self.encoder(self._features(batch), dtype=dtype, key=self._encoder_key(key))
         x_BSD = self.embed_input(tokens_BS, positions_BS, dtype=dtype, key=keys.embed)
         context = make_context(self.spec.blocks, positions_BS, segments_BS)._replace(memory=memory_BFD)
         x_BSD, _, stats = run_blocks(self.spec, self.blocks, x_BSD, context, key=keys.blocks)
         return self.head_input(x_BSD, tokens_BS, segments_BS, key=keys.head), stats
+
+    def embed_features(self, batch: Batch, *, dtype: DTypeLike, key: jax.Array | None) -> jax.Array:
+        """Computes the stream before the encoder's first layer, [B, F, D] in `dtype`; raises as
+        `batch_hidden_and_stats`.
+        """
+        return self.encoder.embed_input(self._features(batch), dtype=dtype, keys=self.encoder_keys(key))
+
+    def encoder_keys(self, key: jax.Array | None) -> EncoderKeys:
+        """Derives the dropout keys of the encoder from the key of a microbatch; None disables dropout."""
+        return self.encoder.dropout_keys(self._encoder_key(key))
+
+    def _encoder_key(self, key: jax.Array | None) -> jax.Array | None:
+        return None if key is None else jax.random.fold_in(key, 2)
+
+    def _features(self, batch: Batch) -> jax.Array:
+        if batch.features is None:
+            raise UserError(_NO_FEATURES)
+        return jnp.asarray(batch.features)
 
     def hidden_and_stats(self, *_: Any, **__: Any) -> Any:
         """Raises `UserError`, because this model needs features as well as tokens; use `batch_hidden_and_stats`."""
@@ -149,8 +182,8 @@ class EncoderDecoder(Decoder):
         def keys_and_values(block: nnx.Module) -> tuple[jax.Array, jax.Array]:
             return block.cross.keys_and_values(memory_BFD)  # pyright: ignore[reportAttributeAccessIssue]
 
-        # All layers have the same spec, so they are stacked in the only slot of the period.
-        assert self.spec.period == 1
+        # All layers have the same spec, so they are stacked in the only slot.
+        assert len(self.spec.layers_by_slot) == 1
         cross = KvCache(*jax.lax.map(keys_and_values, self.blocks["0"]))
         return EncodedCache(super().init_cache(len(features_BMP), capacity, dtype=dtype), cross)
 

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from lm_trainer.nn.spec import Activation
 
+BalanceScope = Literal["microbatch", "batch", "row"]
+"""Tokens over which a load-balancing loss takes the load of an expert; see `lm_trainer.nn.router`."""
+
 
 @dataclass(frozen=True)
 class ExpertGroupsSpec:
@@ -46,15 +49,9 @@ class RouterSpec:
     (Wang et al. 2024, arXiv 2408.15664, algorithm 1). 0: a constant bias. None: no bias."""
     balance_coef: float = 0.0
     """Coefficient of the load-balancing loss, which is a mean over layers."""
-    balance_over: Literal["microbatch", "batch", "row"] = "microbatch"
-    """Tokens over which the load-balancing loss takes the load of an expert; see `lm_trainer.nn.router`."""
+    balance_over: BalanceScope = "microbatch"
     z_coef: float = 0.0
     """Coefficient of the penalty for large router logits, which is a mean over layers."""
-
-    @property
-    def reports_load(self) -> bool:
-        """True if the router has a parameter that a step sets from the load of the global batch."""
-        return self.selection_bias is not None or self.balance_over == "batch"
 
 
 @dataclass(frozen=True)
@@ -64,6 +61,16 @@ class SharedExpertSpec:
     hidden_dim: int
     gated: bool = False
     """Multiply its result by the sigmoid of a learned linear function of the input."""
+
+
+@dataclass(frozen=True)
+class ClampedGluSpec:
+    """A gated activation with bounded arguments (arXiv 2508.10925): g sigmoid(slope g) (u + 1), where g is the gate, at
+    most `limit`, and u is the linear term, bounded to `limit` in both directions.
+    """
+
+    slope: float = 1.702
+    limit: float = 7.0
 
 
 ExpertKernel = Literal["auto", "dense", "grouped", "ragged_dot"]
@@ -78,9 +85,7 @@ GROUPED_PLATFORMS = ("cpu", "tpu")
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """Mixture of experts: gated MLPs without biases. For each token a router selects a few of them (Shazeer et al.
-    2017).
-    """
+    """Mixture of experts, which are gated MLPs. For each token a router selects a few of them (Shazeer et al. 2017)."""
 
     hidden_dim: int
     """Hidden dimension of one expert."""
@@ -88,6 +93,10 @@ class MoeSpec:
     top_k: int
     """Number of experts per token."""
     activation: Activation = "silu"
+    glu: ClampedGluSpec | None = None
+    """Function of the products with both matrices of the input; None: `activation` of the gate times the other one."""
+    bias: bool = False
+    """Add biases to the three maps of each expert."""
     router: RouterSpec = RouterSpec()
     shared: SharedExpertSpec | None = None
     kernel: ExpertKernel | None = None

@@ -38,6 +38,11 @@ LOAD_RATE = "load_rate"
 """Metadata key of the rate of a `LoadParam` that is a selection bias; None: the parameter is the relative load."""
 
 
+def is_relative_load(name: str) -> bool:
+    """Returns True for the dotted name of a relative load, which affects only the balance loss."""
+    return name.endswith(".mlp.load")
+
+
 class RouterStats(NamedTuple):
     """Router statistics, summed over layers and non-padding tokens; float32 scalars."""
 

@@ -54,7 +54,7 @@ class LossConfig(Config):
     """Contents of the data sets that the loss can be computed on."""
     has_reference: ClassVar[bool] = False
     """True if the loss compares the trained model with a frozen reference."""
-    has_stages: ClassVar[bool] = False
+    has_stages: ClassVar[bool] = True
     """True if the loss can be computed with one layer gathered at a time."""
     extra_forward_passes: ClassVar[int] = 0
     """Number of forward passes of a step that have no backward pass."""

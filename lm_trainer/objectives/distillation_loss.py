@@ -16,7 +16,9 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.loss import add_router_terms
-from lm_trainer.nn.reference import has_reference, reference_model
+from lm_trainer.nn.reference import has_reference, name_in_reference, reference_model
+from lm_trainer.nn.router import RouterStats
+from lm_trainer.nn.stages import LossSums, StagedLoss, Stream, decoder_stages, frozen_stack
 from lm_trainer.objectives.distillation import DistillationConfig
 from lm_trainer.objectives.preference import without_gradient
 
@@ -33,20 +35,45 @@ class DistillationLoss:
     evaluates: bool = False
     """True to return the cross-entropy as the loss, so that held-out losses can be compared with other runs."""
 
-    def __call__(
-        self, model: nnx.Module, batch: Batch, key: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def __call__(self, model: nnx.Module, batch: Batch, key: jax.Array | None) -> LossSums:
         """Returns the weighted sum of the losses of all tokens, the sum of the weights, and sums of the metrics.
 
         The metrics are `nll`, the cross-entropy, and `kl`, the divergence at the temperature of the configuration.
         """
         assert isinstance(model, Decoder)
-        if not has_reference(model):
-            raise UserError("loss: distillation cannot be computed here, because the teacher has not been loaded")
+        _check_teacher(model)
         h_BSD, stats = model.batch_hidden_and_stats(batch, dtype=self.dtype, key=key)
         teacher = without_gradient(reference_model(model))
         teacher_h_BSD, _ = teacher.batch_hidden_and_stats(batch, dtype=self.dtype)
-        nll, kl = self._sum_tokens(model, h_BSD, teacher, jax.lax.stop_gradient(teacher_h_BSD), batch)
+        return self._loss_of_hidden(model, h_BSD, stats, batch, teacher, jax.lax.stop_gradient(teacher_h_BSD))
+
+    def split_into_stages(self, model: Decoder) -> StagedLoss:
+        """Returns the same loss in stages; the layers of the teacher run first. `model` may be abstract."""
+        _check_teacher(model)
+
+        def teacher_head(teacher: Decoder, h_BSD: jax.Array, stream: Stream, batch: Batch) -> jax.Array:
+            del teacher, stream, batch
+            return h_BSD
+
+        def head(model: Decoder, h_BSD: jax.Array, stream: Stream, batch: Batch) -> LossSums:
+            teacher_h_BSD = jax.lax.stop_gradient(stream.memory)
+            return self._loss_of_hidden(model, h_BSD, stream.stats, batch, reference_model(model), teacher_h_BSD)
+
+        spec, prefix = reference_model(model).spec, name_in_reference("")
+        teacher = frozen_stack("teacher", prefix, reference_model, spec, self.dtype, teacher_head)
+        return decoder_stages(model.spec, self.dtype, head, teacher)
+
+    def _loss_of_hidden(
+        self,
+        model: Decoder,
+        h_BSD: jax.Array,
+        stats: RouterStats | None,
+        batch: Batch,
+        teacher: Decoder,
+        teacher_h_BSD: jax.Array,
+    ) -> LossSums:
+        """Computes the loss from the inputs of both heads. The teacher and `teacher_h_BSD` have no gradient."""
+        nll, kl = self._sum_tokens(model, h_BSD, teacher, teacher_h_BSD, batch)
         share = self.config.weight
         mixed = (1.0 - share) * nll + (share * self.config.temperature**2) * kl
         weight = jnp.sum(jnp.asarray(batch.weights).astype(jnp.float32))
@@ -86,6 +113,11 @@ class DistillationLoss:
 
         zero = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
         return jax.lax.scan(add_block, zero, blocks)[0]
+
+
+def _check_teacher(model: Decoder) -> None:
+    if not has_reference(model):
+        raise UserError("loss: distillation cannot be computed here, because the teacher has not been loaded")
 
 
 def _logits(model: Decoder, h_CD: jax.Array) -> jax.Array:

@@ -25,6 +25,8 @@ class KtoConfig(ReferenceLossConfig):
     type: Literal["kto"] = "kto"
     content: ClassVar[DataContent] = "examples"
     compares_mismatched: ClassVar[bool] = True
+    # The policy runs on mismatched answers too, before its loss is known.
+    has_stages: ClassVar[bool] = False
     # The reference, and both models on the mismatched answers.
     extra_forward_passes: ClassVar[int] = 3
     beta: PositiveFloat = 0.1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from lm_trainer.objectives.base import LossConfig
 
@@ -11,4 +11,3 @@ class NextTokenConfig(LossConfig):
     """Cross-entropy of the next token, -log p(target) in nats, averaged over all counted tokens of the batch."""
 
     type: Literal["next_token"] = "next_token"
-    has_stages: ClassVar[bool] = True

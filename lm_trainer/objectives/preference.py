@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,21 @@ from flax import nnx
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.loss import add_router_terms, hidden_loss, hidden_nll
-from lm_trainer.nn.reference import reference_model
+from lm_trainer.nn.reference import has_reference, name_in_reference, reference_model
+from lm_trainer.nn.router import RouterStats
+from lm_trainer.nn.stages import LossSums, StagedLoss, Stream, decoder_stages, frozen_stack
 from lm_trainer.objectives.base import PreferenceLossConfig
 from lm_trainer.objectives.mismatch import with_mismatched_answers
 from lm_trainer.objectives.pairs import ends_of_pairs, sum_over_pairs
+
+
+class PairLogps(NamedTuple):
+    """Log probabilities of the targets, float32, without gradient."""
+
+    policy_BS: jax.Array
+    reference_BS: jax.Array | None = None
+    drift_B1: jax.Array | None = None
+    """As in `PairSums`."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +43,7 @@ class PreferenceLoss:
     block_size: int | None = None
     """Number of tokens that the head processes together; None: all."""
 
-    def __call__(
-        self, model: nnx.Module, batch: Batch, key: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def __call__(self, model: nnx.Module, batch: Batch, key: jax.Array | None) -> LossSums:
         """Returns the sum of the losses of all pairs, the number of pairs, and sums of the metrics of pairs.
 
         The gradient is computed in two passes through the head, and one through the layers. The first pass computes log
@@ -48,14 +57,40 @@ class PreferenceLoss:
         reference = reference_model(frozen) if self.config.has_reference else None
         reference_BS = None if reference is None else self._logps(reference, batch)
         drift_B1 = self._drift(frozen, reference, batch) if self.config.compares_mismatched else None
+        return self._loss_of_logps(model, h_BSD, stats, batch, PairLogps(logps_BS, reference_BS, drift_B1))
+
+    def split_into_stages(self, model: Decoder) -> StagedLoss:
+        """Returns the same loss in stages; the layers of a reference run first. `model` may be abstract."""
+        assert self.config.has_stages, "the configuration is checked first"
+
+        def reference_head(reference: Decoder, h_BSD: jax.Array, stream: Stream, batch: Batch) -> jax.Array:
+            del stream
+            return self._logps(reference, batch, h_BSD)
+
+        def head(model: Decoder, h_BSD: jax.Array, stream: Stream, batch: Batch) -> LossSums:
+            logps_BS = jax.lax.stop_gradient(self._logps(model, batch, jax.lax.stop_gradient(h_BSD)))
+            reference_BS = jax.lax.stop_gradient(stream.memory)
+            return self._loss_of_logps(model, h_BSD, stream.stats, batch, PairLogps(logps_BS, reference_BS))
+
+        reference = None
+        if self.config.has_reference:
+            prefix = name_in_reference("") if has_reference(model) else ""
+            spec = reference_model(model).spec
+            reference = frozen_stack("reference", prefix, reference_model, spec, self.dtype, reference_head)
+        return decoder_stages(model.spec, self.dtype, head, reference)
+
+    def _loss_of_logps(
+        self, model: Decoder, h_BSD: jax.Array, stats: RouterStats | None, batch: Batch, logps: PairLogps
+    ) -> LossSums:
+        """Computes the loss from the inputs of the head and log probabilities without gradient."""
         ends_BS = ends_of_pairs(batch)
 
         def total(logps_BS: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-            sums = sum_over_pairs(logps_BS, reference_BS, batch)._replace(drift=drift_B1)
+            sums = sum_over_pairs(logps_BS, logps.reference_BS, batch)._replace(drift=logps.drift_B1)
             losses_BS, metrics = self.config.losses(sums), self.config.metrics(sums)
             return _sum_where(ends_BS, losses_BS), {name: _sum_where(ends_BS, x) for name, x in metrics.items()}
 
-        (loss, metrics), slopes_BS = jax.value_and_grad(total, has_aux=True)(logps_BS)
+        (loss, metrics), slopes_BS = jax.value_and_grad(total, has_aux=True)(logps.policy_BS)
         # The cross-entropy is the sum of weights * -log p.
         surrogate, _, _ = hidden_loss(
             model, h_BSD, None, batch._replace(weights=-slopes_BS), block_size=self.block_size

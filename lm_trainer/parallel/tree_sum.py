@@ -108,11 +108,6 @@ class Shares:
         """Maximum number of partial sums of a shard."""
         return max(map(len, self.parts))
 
-    @property
-    def max_held(self) -> int:
-        """Maximum number of items that a shard holds while it adds its terms: partial sums and the new item."""
-        return _max_held(self)
-
     def iterate_tree_sums(self, shard: int) -> Iterator[TreeSum[None]]:
         """Yields the `TreeSum` of a shard (always the same object) before each of its terms and at the end."""
         terms = self.terms(shard)
@@ -141,15 +136,6 @@ class Shares:
 def _partial_sums(shares: Shares) -> list[list[range]]:
     ended = [deque(shares.iterate_tree_sums(shard), maxlen=1).pop() for shard in range(shares.shards)]
     return [[terms for terms, _ in tree.partial_sums()] for tree in ended]
-
-
-# Cached: a plan calls it repeatedly, and there may be a hundred thousand terms.
-@cache
-def _max_held(shares: Shares) -> int:
-    before_terms = (
-        zip(shares.terms(shard), shares.iterate_tree_sums(shard), strict=False) for shard in range(shares.shards)
-    )
-    return max(len(tree.partial_sums()) + 1 for of_shard in before_terms for _, tree in of_shard)
 
 
 def tree_sum(x: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.mixer_spec import softmax_specs
@@ -18,7 +19,6 @@ from lm_trainer.run.build.setup import TrainingSetup, build_setup
 from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
-from lm_trainer.step.dispatch.device_groups import compute_shardings
 from lm_trainer.step.dispatch.measured_programs import MeasuredPrograms
 from lm_trainer.step.dispatch.memory import PhaseBytes, bytes_per_device, memory_sort_key, state_bytes
 from lm_trainer.step.dispatch.mesh_group import dispatching_for
@@ -136,7 +136,7 @@ class StepMemory:
         rows = 1 if axes["pipeline"] > 1 else self.rows
         head_shards = self.config.trainer.step_plan.compute_shards("heads", axes)
         flops = []
-        for attention in softmax_specs(spec.blocks[: spec.period]):
+        for attention in softmax_specs(spec.blocks[layers.start] for layers in spec.layers_by_slot):
             block = kernel_block(attention, length, self._platform)
             share = 1.0 if spec.encoder is not None else computed_share(attention, length, block)
             width = attention.num_heads * attention.head_dim // head_shards
@@ -217,7 +217,8 @@ class StepMemory:
         taken_out = self._platform == "tpu" and self.config.model.scan and narrows
         if not (taken_out and program.grows and trainer.bitwise and not self.setup.gathers_layers):
             return 0
-        shardings = compute_shardings(self.setup.sharding) or self.setup.sharding.storage
+        sharding = self.setup.sharding
+        shardings = {name: NamedSharding(sharding.mesh, param.compute) for name, param in sharding.params.items()}
         cast = {
             name: jax.ShapeDtypeStruct(x.shape, trainer.mp.compute_dtype, sharding=shardings[name])
             for name, x in self.setup.model.shapes.items()

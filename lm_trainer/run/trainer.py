@@ -20,6 +20,7 @@ from lm_trainer.core.precision import Policy
 from lm_trainer.optim import Optimizer
 from lm_trainer.parallel.mesh import AxisRules
 from lm_trainer.parallel.processes import any_process
+from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.gather_memory import plan_for_memory
 from lm_trainer.run.build.model import Selection, trace_module
 from lm_trainer.run.build.setup import TrainingSetup, plan_training
@@ -252,7 +253,8 @@ class Trainer:
                 trainer, self.optimizer, definition, self.loss_fn, key=training_key, seq_len=self.seq_len
             )
 
-        setup = plan_for_memory(plan, self.attempt.config, self.seq_len, self.attempt.progress.note)
+        row = None if self.seq_len is None else random_batch(1, self.seq_len, 2)
+        setup = plan_for_memory(plan, self.attempt.config, row, self.attempt.progress.note)
         # A traced definition contains only shapes, so the weights are taken from the given model.
         init = setup.init
         if model is not None:

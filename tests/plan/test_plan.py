@@ -15,7 +15,6 @@ import pytest
 from benchmarks.plan_error import VOCAB, config_of, measure_live
 from lm_trainer.core.errors import UserError
 from lm_trainer.parallel import dispatch_threads
-from lm_trainer.parallel.tree_sum import Shares, TreeSum
 from lm_trainer.plan import Assumptions, DeviceGroup, plan_run
 from lm_trainer.plan.devices import memory_budget, parse_bytes, parse_devices
 from lm_trainer.plan.estimate import Traces, estimate_step
@@ -260,27 +259,6 @@ def test_the_table_says_what_is_not_known():
     assert "n/a: how much memory 'cpu' has is not known; give --memory" in text
     assert "n/a: no datasheet figure for float32 on 'cpu'" in text
     assert "XLA's plan for a CPU" in text
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 40, 64])
-def test_a_tree_sum_holds_no_more_than_is_said(count: int):
-    alive, most = 0, 0
-
-    class Item:
-        def __init__(self) -> None:
-            nonlocal alive, most
-            alive += 1
-            most = max(most, alive)
-
-        def __del__(self) -> None:
-            nonlocal alive
-            alive -= 1
-
-    # As with donated arrays, the sum lies where the first argument was.
-    tree: TreeSum[Item] = TreeSum(count, lambda a, _: a)
-    for _ in range(count):
-        tree.push(Item())
-    assert most == Shares(count, 1).max_held
 
 
 def test_every_device_of_the_peak_table_has_a_memory():

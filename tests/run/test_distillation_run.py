@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +10,24 @@ import jax
 import numpy as np
 import pytest
 
-from lm_trainer.checkpoint.store import CheckpointStore, read_record
+from lm_trainer.checkpoint.store import CheckpointStore
 from lm_trainer.config.loader import load
 from lm_trainer.core.errors import ConfigError, UserError
-from lm_trainer.data import open_data
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
-from lm_trainer.nn.reference import is_reference_param
+from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.model import loss_function, trace_model
-from lm_trainer.run.build.setup import plan_training
+from lm_trainer.run.build.setup import TrainingSetup, plan_training
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.weights.teacher import find_teacher, resolve_teacher
-from lm_trainer.step.state.train_state import to_host
 from tests.conftest import ROOT, run_here
 from tests.data.test_formats import with_specials
 from tests.run.conftest import MakeConfig
-from tests.run.test_adapters import TRAINER, VOCAB, write_base
-
-STEPS, ROWS = 3, 8
+from tests.run.frozen_weights import KEYS, ROWS, check_commands, train
+from tests.run.test_adapters import VOCAB, write_base
 
 
 def distillation_changes(loss: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    keys = {"train_batch_size": ROWS, "elastic_shards": 4, "num_train_steps": STEPS, "steps_per_eval": STEPS}
-    trainer = {**TRAINER, **keys, "initialize_from": None, **changes.pop("trainer", {})}
+    trainer = {**KEYS, "initialize_from": None, **changes.pop("trainer", {})}
     # Narrower than the teacher.
     model = {"resid_pdrop": 0.1, "embed_pdrop": 0.0, "attn_pdrop": 0.0, "hidden_dim": 16, **changes.pop("model", {})}
     return {
@@ -47,12 +42,12 @@ def configuration(make_config: MakeConfig, loss: dict[str, Any], **changes: Any)
     return resolve_teacher(load(make_config(**distillation_changes(loss, **changes)), [], RunConfig).config)
 
 
-def train(config: RunConfig, devices: int) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+def plan(config: RunConfig, devices: int) -> TrainingSetup:
     store = CheckpointStore(Path("checkpoints/run"), config.trainer.checkpointer)
     teacher = find_teacher(config, store, ByteTokenizer(), VOCAB)
     store.close()
     assert teacher is not None
-    setup = plan_training(
+    return plan_training(
         config.trainer,
         config.optimizer,
         teacher.with_weights(trace_model(config, VOCAB)),
@@ -60,15 +55,10 @@ def train(config: RunConfig, devices: int) -> tuple[list[dict[str, float]], dict
         devices=jax.devices()[:devices],
         seq_len=32,
     )
-    data = open_data(config.data, seq_len=config.model.seq_len, seed=0)
-    state, metrics = setup.init(), []
-    for batch in data.train(ROWS, rows=range(ROWS), num_steps=STEPS):
-        if not metrics:
-            setup.step.compile(batch)
-        state, of_step = setup.step(state, setup.step.put(batch), 1e-2)
-        metrics.append({name: float(x) for name, x in of_step.items()})
-    data.close()
-    return metrics, to_host({**state.frozen, **state.params})
+
+
+def train_on(config: RunConfig, devices: int) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+    return train(config, plan(config, devices))
 
 
 @pytest.mark.optimised
@@ -76,15 +66,32 @@ def train(config: RunConfig, devices: int) -> tuple[list[dict[str, float]], dict
 def test_bits_are_the_same_on_any_number_of_devices(make_config: MakeConfig, in_tmp_path: Path) -> None:
     teacher = write_base(Path("base"), seed=0)
     config = configuration(make_config, {"weight": 0.7, "temperature": 2.0, "top_k": 20})
-    results = [train(config, devices) for devices in (1, 2, 4)]
-    metrics, params = results[0]
+    (metrics, params), (other_metrics, other_params) = (train_on(config, devices) for devices in (1, 4))
     assert metrics[-1]["loss"] < metrics[0]["loss"]
-    for other_metrics, other_params in results[1:]:
-        assert other_metrics == metrics
-        for name, x in params.items():
-            np.testing.assert_array_equal(x, other_params[name], err_msg=name)
+    assert other_metrics == metrics
+    for name, x in params.items():
+        np.testing.assert_array_equal(x, other_params[name], err_msg=name)
     for name, x in teacher.items():
         np.testing.assert_array_equal(params[f"reference.{name}"], x)
+
+
+@pytest.mark.optimised
+@pytest.mark.slow
+def test_one_layer_at_a_time(make_config: MakeConfig, in_tmp_path: Path) -> None:
+    """The same loss, and the same bits on any number of devices; the teacher has no backward pass."""
+    write_base(Path("base"), seed=0)
+    loss = {"weight": 0.7, "temperature": 2.0}
+    expected, _ = train_on(configuration(make_config, loss), 1)
+    config = configuration(make_config, loss, trainer={"gather": "layer", "microbatches_per_gather": 2})
+    setup = plan(config, 1)
+    metrics, params = train(config, setup)
+    for of_step, like in zip(metrics, expected, strict=True):
+        assert of_step == {name: pytest.approx(x, rel=1e-4, abs=1e-5) for name, x in like.items()}
+    names = setup.step.compile(random_batch(ROWS, 32, VOCAB)).by_name  # pyright: ignore[reportAttributeAccessIssue]
+    assert [name for name in names if name.startswith("teacher")] == ["teacher enter", "teacher layer 0"]
+    other_metrics, other_params = train_on(config, 4)
+    assert other_metrics == metrics
+    jax.tree.map(np.testing.assert_array_equal, other_params, params)
 
 
 @pytest.mark.slow
@@ -92,7 +99,7 @@ def test_the_teacher_may_be_in_hugging_face_format(make_config: MakeConfig, in_t
     write_base(Path("base"), seed=0)
     assert run_here("export-hf", "base", "exported").returncode == 0
     (metrics, _), (other_metrics, _) = (
-        train(configuration(make_config, {"teacher": teacher}), 1) for teacher in ("base", "exported")
+        train_on(configuration(make_config, {"teacher": teacher}), 1) for teacher in ("base", "exported")
     )
     assert metrics == other_metrics
 
@@ -104,27 +111,7 @@ def test_the_commands_from_the_teacher_to_the_export(make_config: MakeConfig, in
     path = make_config(**distillation_changes({}, trainer=keys))
     dry = run_here("train", path, "--dry-run")
     assert dry.returncode == 0, dry.stderr
-    done = run_here("train", path)
-    assert done.returncode == 0, done.stderr
-    assert "eval/kl" in done.stdout
-    record = read_record(Path("checkpoints/run"), STEPS)
-    assert record["teacher_step"] == 0
-    assert not [name for name in record["shapes"] if is_reference_param(name.removeprefix("params."))]
-    first = dict(record["hashes"])
-
-    # From its checkpoint of step 2, the run comes to the same weights.
-    shutil.rmtree(f"checkpoints/run/{STEPS}")
-    resumed = run_here("train", path)
-    assert "resumed at step 2" in resumed.stdout, resumed.stderr
-    assert read_record(Path("checkpoints/run"), STEPS)["hashes"] == first
-    assert run_here("export-hf", "run", "out").returncode == 0
-
-    shutil.rmtree("base")
-    write_base(Path("base"), seed=1)
-    shutil.rmtree(f"checkpoints/run/{STEPS}")
-    refused = run_here("train", path)
-    assert refused.returncode == 2
-    assert "was trained beside other frozen weights" in refused.stderr
+    assert "eval/kl" in check_commands(path, "teacher_step")
 
 
 def test_teachers_of_other_tokens_are_refused(make_config: MakeConfig, in_tmp_path: Path) -> None:
@@ -151,7 +138,6 @@ def test_without_its_teacher_the_loss_is_refused(make_config: MakeConfig, in_tmp
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"trainer": {"gather": "layer"}}, r"trainer\.gather: layer is for the loss of the next token"),
         ({"adapter": {}, "trainer": {"initialize_from": "base"}}, "adapter: loss: distillation trains all parameters"),
         ({"z_loss_weight": 1e-4}, "z_loss_weight has no effect with loss: distillation"),
         ({"data": {"format": {"type": "preference"}}}, "distillation is computed on documents, but"),

@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from lm_trainer.plan.memory import StepMemory
+from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.gather_memory import min_device_memory, plan_for_memory
 from lm_trainer.run.build.model import trace_model
 from lm_trainer.run.build.setup import setup_from_config
@@ -46,7 +47,7 @@ def choose_gather(trainer: TrainerConfig, memory: Callable[[], int | None]) -> t
     setup = plan_for_memory(
         lambda trainer: setup_from_config(CONFIG, trainer, model, devices=jax.devices()[:1]),
         trainer,
-        CONFIG.model.seq_len,
+        random_batch(1, CONFIG.model.seq_len, VOCAB),
         notes.append,
         memory=memory,
     )

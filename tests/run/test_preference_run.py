@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +10,20 @@ import jax
 import numpy as np
 import pytest
 
-from lm_trainer.checkpoint.store import CheckpointStore, read_record
+from lm_trainer.checkpoint.store import CheckpointStore
 from lm_trainer.config.loader import load
 from lm_trainer.core.errors import ConfigError, UserError
-from lm_trainer.data import open_data
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
-from lm_trainer.nn.reference import is_reference_param
 from lm_trainer.run.build.model import loss_function, trace_model
 from lm_trainer.run.build.setup import TrainingSetup, plan_training
 from lm_trainer.run.config.run_config import RunConfig, changed_keys, config_hash, numeric_identity
 from lm_trainer.run.weights.adapters import find_base_checkpoint
 from lm_trainer.run.weights.reference import find_reference, with_reference_weights
-from lm_trainer.step.state.train_state import to_host
-from tests.conftest import ROOT, run_here
+from tests.conftest import ROOT
 from tests.data.test_formats import with_specials
 from tests.run.conftest import MakeConfig
-from tests.run.test_adapters import TRAINER, VOCAB, write_base
-
-STEPS, ROWS = 3, 8
+from tests.run.frozen_weights import KEYS, check_commands, train
+from tests.run.test_adapters import VOCAB, write_base
 
 
 def write_pairs(path: Path, count: int, seed: int, *, labelled: bool = False) -> str:
@@ -57,18 +52,11 @@ def preference_changes(loss: dict[str, Any], **changes: Any) -> dict[str, Any]:
         for split, count, seed in (("train", 200, 0), ("validation", 20, 1))
     }
     format = {"type": "unpaired_preference" if labelled else "preference"}
-    trainer = {
-        **TRAINER,
-        "train_batch_size": ROWS,
-        "elastic_shards": 4,
-        "num_train_steps": STEPS,
-        "steps_per_eval": STEPS,
-    }
     return {
         "data": {**files, "format": format},
         "loss": loss,
         "model": {"resid_pdrop": 0.0, "embed_pdrop": 0.0, "attn_pdrop": 0.0},
-        "trainer": {**trainer, **changes.pop("trainer", {})},
+        "trainer": {**KEYS, **changes.pop("trainer", {})},
         **changes,
     }
 
@@ -90,17 +78,8 @@ def plan(config: RunConfig, devices: int) -> TrainingSetup:
     )
 
 
-def train(config: RunConfig, devices: int) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
-    setup = plan(config, devices)
-    data = open_data(config.data, seq_len=config.model.seq_len, seed=0)
-    state, metrics = setup.init(), []
-    for batch in data.train(ROWS, rows=range(ROWS), num_steps=STEPS):
-        if not metrics:
-            setup.step.compile(batch)
-        state, of_step = setup.step(state, setup.step.put(batch), 1e-2)
-        metrics.append({name: float(x) for name, x in of_step.items()})
-    data.close()
-    return metrics, to_host({**state.frozen, **state.params})
+def train_on(config: RunConfig, devices: int) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+    return train(config, plan(config, devices))
 
 
 LOSSES = {
@@ -117,19 +96,18 @@ LOSSES = {
 def test_bits_are_the_same_on_any_number_of_devices(name: str, make_config: MakeConfig, in_tmp_path: Path) -> None:
     loss, changes = LOSSES[name]
     write_base(Path("base"), seed=0)
-    results = [train(configuration(make_config, loss, **changes), devices) for devices in (1, 2, 4)]
-    metrics, params = results[0]
+    results = (train_on(configuration(make_config, loss, **changes), devices) for devices in (1, 4))
+    (metrics, params), (other_metrics, other_params) = results
     assert metrics[-1]["loss"] < metrics[0]["loss"]
-    for other_metrics, other_params in results[1:]:
-        assert other_metrics == metrics
-        for name, x in params.items():
-            np.testing.assert_array_equal(x, other_params[name], err_msg=name)
+    assert other_metrics == metrics
+    for name, x in params.items():
+        np.testing.assert_array_equal(x, other_params[name], err_msg=name)
 
 
 @pytest.mark.slow
 def test_the_reference_is_the_start_and_stays(make_config: MakeConfig, in_tmp_path: Path) -> None:
     base = write_base(Path("base"), seed=0)
-    metrics, params = train(configuration(make_config, {"type": "dpo", "beta": 0.5}), 1)
+    metrics, params = train_on(configuration(make_config, {"type": "dpo", "beta": 0.5}), 1)
     np.testing.assert_allclose(metrics[0]["loss"], np.log(2), rtol=1e-6)
     assert metrics[0]["rewards/margin"] == 0
     assert metrics[-1]["rewards/margin"] > 0.01
@@ -139,7 +117,7 @@ def test_the_reference_is_the_start_and_stays(make_config: MakeConfig, in_tmp_pa
     # Another reference moves the first loss.
     write_base(Path("other"), seed=1)
     config = configuration(make_config, {"type": "dpo", "beta": 0.5, "reference": "other"})
-    metrics, params = train(config, 1)
+    metrics, params = train_on(config, 1)
     assert abs(metrics[0]["loss"] - np.log(2)) > 1e-3
     store = CheckpointStore(Path("checkpoints/run"), config.trainer.checkpointer)
     with pytest.raises(UserError, match=r"loss\.reference: other was made for another tokenizer than data\.tokenizer"):
@@ -152,10 +130,27 @@ def test_the_reference_is_the_start_and_stays(make_config: MakeConfig, in_tmp_pa
 def test_other_programs_compute_the_same_loss(trainer: Any, make_config: MakeConfig, in_tmp_path: Path) -> None:
     write_base(Path("base"), seed=0)
     loss = {"type": "dpo", "beta": 0.5}
-    expected, _ = train(configuration(make_config, loss), 1)
-    actual, _ = train(configuration(make_config, loss, trainer=trainer), 4)
+    expected, _ = train_on(configuration(make_config, loss), 1)
+    actual, _ = train_on(configuration(make_config, loss, trainer=trainer), 4)
     for of_step, like in zip(actual, expected, strict=True):
         assert of_step == {name: pytest.approx(x, rel=1e-3, abs=1e-4) for name, x in like.items()}
+
+
+@pytest.mark.optimised
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dpo", "dpo-lora"])
+def test_one_layer_at_a_time(name: str, make_config: MakeConfig, in_tmp_path: Path) -> None:
+    """The same loss with a reference of its own and with the base of an adapter, and the same bits on two devices."""
+    loss, changes = LOSSES[name]
+    write_base(Path("base"), seed=0)
+    expected, _ = train_on(configuration(make_config, loss, **changes), 1)
+    config = configuration(make_config, loss, **changes, trainer={"gather": "layer"})
+    metrics, params = train_on(config, 1)
+    for of_step, like in zip(metrics, expected, strict=True):
+        assert of_step == {name: pytest.approx(x, rel=1e-4, abs=1e-5) for name, x in like.items()}
+    other_metrics, other_params = train_on(config, 2)
+    assert other_metrics == metrics
+    jax.tree.map(np.testing.assert_array_equal, other_params, params)
 
 
 @pytest.mark.slow
@@ -167,7 +162,7 @@ def test_the_division_into_microbatches_does_not_change_the_reference_point(
     write_base(Path("other"), seed=1)
     loss = {"type": "kto", "beta": 0.5, "reference": "other"}
     (one, _), (eight, _) = (
-        train(configuration(make_config, loss, trainer={"elastic_shards": shards}), 1) for shards in (1, 8)
+        train_on(configuration(make_config, loss, trainer={"elastic_shards": shards}), 1) for shards in (1, 8)
     )
     assert one[0]["kl"] > 0
     for of_step, like in zip(eight, one, strict=True):
@@ -178,30 +173,9 @@ def test_the_division_into_microbatches_does_not_change_the_reference_point(
 def test_the_commands_from_pairs_to_the_export(make_config: MakeConfig, in_tmp_path: Path) -> None:
     write_base(Path("base"), seed=0)
     changes = preference_changes({"type": "dpo"}, trainer={"max_devices": 1, "checkpointer": {"keep": [{"every": 2}]}})
-    path = make_config(**changes)
-    done = run_here("train", path)
-    assert done.returncode == 0, done.stderr
-    assert "34,720 trained and 34,720 frozen parameters" in done.stdout
-    assert "eval/rewards/accuracy" in done.stdout
-    record = read_record(Path("checkpoints/run"), STEPS)
-    assert record["base_step"] == 0
-    assert not [name for name in record["shapes"] if is_reference_param(name.removeprefix("params."))]
-    first = dict(record["hashes"])
-
-    # From its checkpoint of step 2, the run comes to the same weights.
-    shutil.rmtree(f"checkpoints/run/{STEPS}")
-    resumed = run_here("train", path)
-    assert "resumed at step 2" in resumed.stdout, resumed.stderr
-    assert read_record(Path("checkpoints/run"), STEPS)["hashes"] == first
-
-    assert run_here("export-hf", "run", "out").returncode == 0
-    assert Path("out/model.safetensors").is_file()
-    shutil.rmtree("base")
-    write_base(Path("base"), seed=1)
-    shutil.rmtree(f"checkpoints/run/{STEPS}")
-    refused = run_here("train", path)
-    assert refused.returncode == 2
-    assert "was trained beside other frozen weights" in refused.stderr
+    printed = check_commands(make_config(**changes), "base_step")
+    assert "34,720 trained and 34,720 frozen parameters" in printed
+    assert "eval/rewards/accuracy" in printed
 
 
 @pytest.mark.parametrize(
@@ -227,7 +201,7 @@ def test_losses_fit_their_data_and_start(changes: dict[str, Any], message: str, 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"trainer": {"gather": "layer"}}, r"trainer\.gather: layer is for the loss of the next token"),
+        ({"loss": {"type": "kto"}, "trainer": {"gather": "layer"}}, r"gather: layer: loss: kto also runs .* use model"),
         ({"trainer": {"context_axis_size": 2}}, r"trainer\.context_axis_size: .* set it to 1"),
         (
             {"loss": {"type": "dpo", "reference": "x"}, "adapter": {}, "trainer": {"initialize_from": "y"}},

@@ -11,11 +11,14 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from pydantic import TypeAdapter
 
 from lm_trainer.config.loader import load
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
+from lm_trainer.optim import AnyOptimizer
 from lm_trainer.plan.estimate import compile_temporary, estimate_temporary
+from lm_trainer.plan.memory import StepMemory
 from lm_trainer.run.build.setup import TrainingSetup, build_setup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.state.train_state import to_host
@@ -48,19 +51,72 @@ def train(setup: TrainingSetup, batch: Batch, steps: int = STEPS) -> tuple[list[
     return losses, to_host({**state.params, **state.frozen})
 
 
+DROPOUT: dict[str, Any] = {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "scan_layers": True}
+
+
 @pytest.mark.optimised
 @pytest.mark.slow
-def test_bits_do_not_depend_on_devices(make_config: MakeConfig, in_tmp_path: Path) -> None:
-    config = write_config(
-        make_config, {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "gradient_checkpointing": True, "scan_layers": True}
-    )
+@pytest.mark.parametrize(
+    ("model", "trainer", "counts"),
+    [
+        ({"gradient_checkpointing": True}, {}, (1, 4)),
+        ({"gradient_checkpointing": "dots"}, {"gather": "layer"}, (1, 2, 4)),
+    ],
+    ids=["whole", "by layer"],
+)
+def test_bits_do_not_depend_on_devices(
+    make_config: MakeConfig, in_tmp_path: Path, model: dict[str, Any], trainer: dict[str, Any], counts: tuple[int, ...]
+) -> None:
+    config = write_config(make_config, {**DROPOUT, **model}, **trainer)
     (losses, one), *other_results = [
-        train(build_setup(config, VOCAB, jax.devices()[:count]), rows(ROWS)) for count in (1, 4)
+        train(build_setup(config, VOCAB, jax.devices()[:count]), rows(ROWS)) for count in counts
     ]
     for other_losses, weights in other_results:
         assert other_losses == losses
         for name, x in weights.items():
             assert x.tobytes() == one[name].tobytes(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sophia-g", pytest.param("sophia-h", marks=pytest.mark.exhaustive)])
+def test_stages_of_encoder_and_decoder_compute_what_the_whole_model_computes(
+    make_config: MakeConfig, in_tmp_path: Path, optimizer: str
+) -> None:
+    """With dropout, held-out losses, and the random draws of curvature estimates."""
+
+    def results(**trainer: Any) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+        config = write_config(make_config, {**DROPOUT, "encoder_layers": 2}, **trainer)
+        config = config.model_copy(update={"optimizer": TypeAdapter(AnyOptimizer).validate_python({"type": optimizer})})
+        setup, batch = build_setup(config, VOCAB, jax.devices()[:1]), rows(ROWS)
+        setup.step.compile(batch)
+        state = setup.init()
+        held_out = setup.evaluate({**state.frozen, **state.params}, [batch])
+        state, metrics = setup.take_step(state, batch)
+        arrays = jax.tree_util.tree_leaves_with_path(state.opt_state)
+        moments = {jax.tree_util.keystr(path): np.asarray(x) for path, x in arrays}
+        return moments, {**held_out, "train": float(metrics["loss"])}
+
+    moments, losses = results(gather="layer")
+    expected_moments, expected_losses = results(gather="model")
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    for name, x in expected_moments.items():
+        np.testing.assert_allclose(moments[name], x, rtol=2e-3, atol=1e-5 * np.abs(x).max(), err_msg=name)
+
+
+@pytest.mark.slow
+def test_a_layer_takes_the_memory_of_its_stream(make_config: MakeConfig, in_tmp_path: Path) -> None:
+    """The output of the encoder is held once, and not for each layer of the decoder."""
+
+    def beyond_state(**layers: int) -> int:
+        memory = StepMemory(write_config(make_config, layers, gather="layer"), VOCAB, jax.devices()[:1], "gpu")
+        at_rest = ("state", "gradients", "new state")
+        (phase,) = (phase for phase in memory.plan().phases if phase.name == "leave gradient")
+        return sum(size for name, size in phase.parts.items() if name not in at_rest)
+
+    base = beyond_state(num_layers=1, encoder_layers=1)
+    width = 4 * ROWS * TINY.hidden_dim
+    assert beyond_state(num_layers=2, encoder_layers=1) - base == pytest.approx(width * TINY.seq_len, abs=100)
+    assert beyond_state(num_layers=1, encoder_layers=2) - base == pytest.approx(width * TINY.num_frames // 2, abs=100)
 
 
 @pytest.mark.slow
@@ -122,7 +178,6 @@ def test_memory_is_measured_where_it_is_not_estimated(make_config: MakeConfig, i
 @pytest.mark.parametrize(
     ("trainer", "devices", "message"),
     [
-        ({"determinism": "layerwise"}, 1, "this model has an encoder beside its decoder; use model"),
         ({"context_axis_size": 2}, 2, "context_axis_size cannot cut a model with an encoder"),
         ({"pipeline_axis_size": 2}, 2, "pipeline_axis_size cannot cut a model with an encoder"),
     ],

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.mesh import MeshShape, build_mesh
-from lm_trainer.parallel.sharding import ParamSharding
-from lm_trainer.step.dispatch.device_groups import local_groups
+from lm_trainer.step.dispatch.device_groups import ModelParallelGroup, local_groups
 from lm_trainer.step.dispatch.executable import program_hash
 from lm_trainer.step.dispatch.per_group import PerGroupExecutable
+
+
+def arguments_on(
+    group: ModelParallelGroup, shape: tuple[int, ...], sharding: NamedSharding, rows: Batch
+) -> tuple[Any, ...]:
+    """The shapes of parameters, rows, step and index on a group."""
+    scalar = jax.ShapeDtypeStruct((), np.int32, sharding=group.sharding())
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=group.sharding()), rows)
+    return {"w": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)}, batch, scalar, scalar
 
 
 @pytest.fixture
@@ -27,9 +37,7 @@ def executable() -> tuple[PerGroupExecutable, list[int]]:
 
     executable = PerGroupExecutable(function, local_groups(build_mesh(MeshShape(), jax.devices()[:2])))
     rows = Batch(*(np.empty((1, 8), x) for x in ("i4", "i4", "f4", "i4", "i4")))
-    replicated = PartitionSpec(None)
-    shapes = {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}
-    executable.compile(shapes, {"w": ParamSharding(replicated, replicated, None, 1)}, rows)
+    executable.compile_for(lambda group: arguments_on(group, (4,), group.sharding(), rows))
     return executable, traced
 
 
@@ -53,9 +61,8 @@ def test_one_compilation_serves_all_groups_of_devices(model: int):
 
     groups = local_groups(build_mesh(MeshShape(model=model), jax.devices()[:8]))
     executable = PerGroupExecutable(function, groups, lambda group: group.sharding("model"))
-    param_sharding = ParamSharding(PartitionSpec("model"), PartitionSpec("model"), None, 1)
     rows = Batch(*(np.ones((2, 8), x) for x in ("i4", "i4", "f4", "i4", "i4")))
-    executable.compile({"w": jax.ShapeDtypeStruct((4, 6), jnp.float32)}, {"w": param_sharding}, rows)
+    executable.compile_for(lambda group: arguments_on(group, (4, 6), group.sharding("model"), rows))
     assert len(traced) == 1
     w = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
     for index, group in enumerate(groups):

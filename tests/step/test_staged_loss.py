@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from flax import nnx
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.log import log
-from lm_trainer.nn.stages import StagedLoss, Stream
+from lm_trainer.nn.stages import MemoryStack, StagedLoss, Stream
 from lm_trainer.optim import AdamConfig
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import TrainingSetup, plan_training
@@ -60,18 +61,54 @@ def head(model: Mixer, stream: Stream, batch: Batch, key: jax.Array | None) -> t
 
 
 LOSS = StagedLoss(LAYERS, ("layers.",), embed, layer, head)
+
+
+class Reader(Mixer):
+    """Layers that read what other layers, which run first, have computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Layers()
+
+
+def embed_targets(model: Reader, batch: Batch, key: jax.Array | None) -> Stream:
+    return Stream(model.table[...][batch.targets])
+
+
+def first_layer(
+    model: Reader, slot: int, stream: Stream, batch: Batch, number: jax.Array, key: jax.Array | None
+) -> Stream:
+    update_BSD = jnp.tanh(stream.x_BSD @ model.first.weight[...])
+    log("first", jnp.mean(jnp.square(update_BSD)) + number, each=True)
+    return Stream(stream.x_BSD + update_BSD)
+
+
+def finish(model: Reader, stream: Stream, batch: Batch, key: jax.Array | None) -> jax.Array:
+    log("between", jnp.max(stream.x_BSD))
+    return jnp.mean(stream.x_BSD * model.table[...][None, :1], axis=1, keepdims=True)
+
+
+def reading_layer(
+    model: Reader, slot: int, stream: Stream, batch: Batch, number: jax.Array, key: jax.Array | None
+) -> Stream:
+    return layer(model, slot, Stream(stream.x_BSD + stream.memory), batch, number, key)
+
+
+MEMORY = MemoryStack(LAYERS, ("first.",), embed_targets, first_layer, finish, name="reader")
+READING = StagedLoss(LAYERS, ("layers.",), embed, reading_layer, head, memory=MEMORY)
 BATCH = random_batch(8, SEQ, VOCAB)
 
 
-def setup(devices: int, **trainer: Any) -> TrainingSetup:
+def setup(
+    devices: int, loss: StagedLoss = LOSS, is_trainable: Callable[[str], bool] = lambda _: True, **trainer: Any
+) -> TrainingSetup:
     settings = TrainerConfig.model_validate({"train_batch_size": 8, "num_train_steps": 4, **trainer})
-    return plan_training(
-        settings, AdamConfig(), ModelDef.trace(Mixer), LOSS, devices=jax.devices()[:devices], seq_len=SEQ
-    )
+    model = ModelDef.trace(Mixer if loss is LOSS else Reader, is_trainable)
+    return plan_training(settings, AdamConfig(), model, loss, devices=jax.devices()[:devices], seq_len=SEQ)
 
 
-def gradient(devices: int, **trainer: Any) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    planned = setup(devices, **trainer)
+def gradient(devices: int, *args: Any, **trainer: Any) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    planned = setup(devices, *args, **trainer)
     planned.step.compile(BATCH)
     sums = planned.step.gradient(planned.init(), planned.step.put(BATCH))
     return {name: float(x) for name, x in sums.scalars.items()}, to_host(sums.tree)
@@ -87,6 +124,27 @@ def test_stages_compute_what_the_whole_computes() -> None:
     scalars, grads = gradient(2, determinism="layerwise", microbatches_per_gather=1)
     assert scalars == staged[0]
     jax.tree.map(np.testing.assert_array_equal, grads, staged[1])
+
+
+def test_layers_that_run_first_are_stages_too() -> None:
+    """With a table that three stages read, logged values of all layers, and dropout."""
+    unstaged, staged = gradient(1, READING), gradient(1, READING, gather="layer")
+    assert {"first", "first/2", "between", "size", "size/2"} <= unstaged[0].keys()
+    assert staged[0] == pytest.approx(unstaged[0], rel=1e-5)
+    for name, x in unstaged[1].items():
+        np.testing.assert_allclose(staged[1][name], x, rtol=1e-4, atol=1e-5, err_msg=name)
+    scalars, grads = gradient(2, READING, gather="layer", microbatches_per_gather=1)
+    assert scalars == staged[0]
+    jax.tree.map(np.testing.assert_array_equal, grads, staged[1])
+
+
+def test_frozen_layers_that_run_first_have_no_backward_pass() -> None:
+    planned = setup(1, READING, lambda name: name.startswith("layers."), gather="layer")
+    programs = planned.step.compile(BATCH)
+    assert isinstance(programs, Executables)
+    assert [name for name in programs.by_name if name.endswith(" gradient")] == ["layer 0 gradient", "leave gradient"]
+    state = planned.init()
+    assert np.isfinite(planned.step.gradient(state, planned.step.put(BATCH)).scalars["loss"])
 
 
 def test_microbatches_of_a_whole_model_are_added_up_in_groups_with_the_same_bits() -> None:

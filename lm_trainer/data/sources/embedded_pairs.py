@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Literal
@@ -13,10 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split, read_record
-from lm_trainer.data.sources.embedded import Embedded
-
-_SHARD_ROWS = 1024
-_CORPUS_BYTES = 4 << 20
+from lm_trainer.data.sources.generated import GeneratedShard, read_embedded_text
 
 
 class EmbeddedPairs(SourceConfig):
@@ -45,59 +41,34 @@ class EmbeddedPairs(SourceConfig):
         self, split: Split, urls: Sequence[str] = (), text_key: str = "text", fields: tuple[str, ...] = ()
     ) -> list[Shard]:
         del urls, text_key
-        count = self.rows if split == "train" else self.validation_rows
-        return [
-            EmbeddedPairsShard(self, split, start, min(start + _SHARD_ROWS, count), fields)
-            for start in range(0, count, _SHARD_ROWS)
-        ]
+        return [*EmbeddedPairsShard.make_all(self, split, fields)]
 
 
 @dataclass(frozen=True)
-class EmbeddedPairsShard:
+class EmbeddedPairsShard(GeneratedShard):
     """The rows [start, stop) of a split."""
 
     source: EmbeddedPairs
-    split: Split
-    start: int
-    stop: int
-    fields: tuple[str, ...]
 
     @property
     def size(self) -> int:
         return (self.stop - self.start) * 8 * (self.source.prompt_words + 2 * self.source.answer_words)
 
-    @property
-    def text_size(self) -> None:
-        return None
+    def corpus(self) -> str:
+        return "".join(_read_words(self.split))
 
-    def identity(self) -> dict[str, object]:
-        words = hashlib.sha256("".join(_read_words(self.split)).encode()).hexdigest()
-        return {
-            **self.source.model_dump(mode="json", exclude={"rows", "validation_rows"}),
-            "split": self.split,
-            "rows": [self.start, self.stop],
-            "fields": list(self.fields),
-            "sha256": words,
-        }
-
-    def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
-        for number in range(start, self.stop - self.start):
-            row = read_record(self._make_record(self.start + number), "prompt", self.fields)
-            yield row._replace(number=number, where=f"data.source.{self.split}[{self.start + number}]")
-
-    def _make_record(self, row: int) -> dict[str, object]:
-        # Seeded with the row number, so that every row can be made independently.
-        rng = np.random.Generator(np.random.Philox(key=(self.source.seed, 2 * row + (self.split == "validation"))))
+    def make_row(self, index: int, rng: np.random.Generator) -> Row | BadRow:
         prompt, chosen, rejected = _draw_pair(self.source, _read_words(self.split), rng)
-        desirable = row % 2 == 0
+        desirable = index % 2 == 0
         completion = chosen if desirable else rejected
-        return {
+        record = {
             "prompt": prompt,
             "chosen": chosen,
             "rejected": rejected,
             "completion": completion,
             "label": desirable,
         }
+        return read_record(record, "prompt", self.fields)
 
 
 def _draw_pair(source: EmbeddedPairs, words: tuple[str, ...], rng: np.random.Generator) -> tuple[str, str, str]:
@@ -115,6 +86,4 @@ def _draw_pair(source: EmbeddedPairs, words: tuple[str, ...], rng: np.random.Gen
 @lru_cache(maxsize=2)
 def _read_words(split: Split) -> tuple[str, ...]:
     """Returns all words of a part of the embedded corpus in order, each with the blanks before it."""
-    shards = Embedded(max_bytes=_CORPUS_BYTES).shards(split)
-    text = "\n".join(row.text for shard in shards for row in shard.rows() if isinstance(row, Row))
-    return tuple(re.findall(r"\s*\S+", text))
+    return tuple(re.findall(r"\s*\S+", read_embedded_text(split)))

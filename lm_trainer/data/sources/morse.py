@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Literal, Self
@@ -15,10 +14,8 @@ from pydantic import Field, model_validator
 from lm_trainer.data.audio.mel import SAMPLING_RATE
 from lm_trainer.data.audio.morse import MorseVoice, num_time_units
 from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split, read_record
-from lm_trainer.data.sources.embedded import Embedded
+from lm_trainer.data.sources.generated import GeneratedShard, read_embedded_text
 
-_SHARD_ROWS = 1024
-_CORPUS_BYTES = 4 << 20
 _LEAD_SECONDS = 0.1
 
 
@@ -65,11 +62,7 @@ class Morse(SourceConfig):
         self, split: Split, urls: Sequence[str] = (), text_key: str = "text", fields: tuple[str, ...] = ()
     ) -> list[Shard]:
         del urls, text_key
-        count = self.rows if split == "train" else self.validation_rows
-        return [
-            MorseShard(self, split, start, min(start + _SHARD_ROWS, count), fields)
-            for start in range(0, count, _SHARD_ROWS)
-        ]
+        return [*MorseShard.make_all(self, split, fields)]
 
     @property
     def voice(self) -> MorseVoice:
@@ -82,48 +75,26 @@ class Morse(SourceConfig):
 
 
 @dataclass(frozen=True)
-class MorseShard:
+class MorseShard(GeneratedShard):
     """The rows [start, stop) of a split."""
 
     source: Morse
-    split: Split
-    start: int
-    stop: int
-    fields: tuple[str, ...]
 
     @property
     def size(self) -> int:
         return int((self.stop - self.start) * self.source.seconds * SAMPLING_RATE * 2)
 
-    @property
-    def text_size(self) -> None:
-        return None
+    def corpus(self) -> str:
+        return " ".join(_read_words(self.split))
 
-    def identity(self) -> dict[str, object]:
-        words = hashlib.sha256(" ".join(_read_words(self.split)).encode()).hexdigest()
-        settings = self.source.model_dump(mode="json", exclude={"rows", "validation_rows"})
-        return {
-            **settings,
-            "split": self.split,
-            "rows": [self.start, self.stop],
-            "fields": list(self.fields),
-            "sha256": words,
-        }
-
-    def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
-        for number in range(start, self.stop - self.start):
-            record = self._make_record(self.start + number)
-            named = dict(zip(self.fields, record.values(), strict=False)) if self.fields else record
-            row = read_record(named, "text", self.fields)
-            yield row._replace(number=number, where=f"data.source.{self.split}[{self.start + number}]")
-
-    def _make_record(self, row: int) -> dict[str, object]:
+    def make_row(self, index: int, rng: np.random.Generator) -> Row | BadRow:
+        del index
         source = self.source
-        # Seeded with the row number, so that every row can be made independently.
-        rng = np.random.Generator(np.random.Philox(key=(source.seed, 2 * row + (self.split == "validation"))))
         text = _draw_text(source, _read_words(self.split), rng)
         samples = source.voice.speak(text, SAMPLING_RATE, rng, signal=source.signal)
-        return {"audio": {"array": samples, "sampling_rate": SAMPLING_RATE}, "text": text}
+        record = {"audio": {"array": samples, "sampling_rate": SAMPLING_RATE}, "text": text}
+        named = dict(zip(self.fields, record.values(), strict=False)) if self.fields else record
+        return read_record(named, "text", self.fields)
 
 
 def _draw_text(source: Morse, words: tuple[str, ...], rng: np.random.Generator) -> str:
@@ -141,6 +112,4 @@ def _draw_text(source: Morse, words: tuple[str, ...], rng: np.random.Generator) 
 @lru_cache(maxsize=2)
 def _read_words(split: Split) -> tuple[str, ...]:
     """Returns all words of a part of the embedded corpus, in order."""
-    shards = Embedded(max_bytes=_CORPUS_BYTES).shards(split)
-    text = "\n".join(row.text for shard in shards for row in shard.rows() if isinstance(row, Row))
-    return tuple(re.findall(r"[a-z0-9]+", text.lower()))
+    return tuple(re.findall(r"[a-z0-9]+", read_embedded_text(split).lower()))

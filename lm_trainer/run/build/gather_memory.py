@@ -7,9 +7,9 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.processes import gather
 from lm_trainer.parallel.rehearsal import on_one_shard
-from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.dispatch.executable import Executables
@@ -29,7 +29,7 @@ def min_device_memory() -> int | None:
 def plan_for_memory(
     make: Callable[[TrainerConfig], TrainingSetup],
     trainer: TrainerConfig,
-    seq_len: int | None,
+    row: Batch | None,
     note: Callable[[str], object],
     *,
     memory: Callable[[], int | None] = min_device_memory,
@@ -41,18 +41,17 @@ def plan_for_memory(
     Args:
         make: plans the training for a trainer section.
         trainer: trainer section of the run.
-        seq_len: number of positions in a row. With None, nothing is chosen.
+        row: a row like the rows of the data. With None, nothing is chosen.
         note: called with a message about the choice, unless all microbatches fit.
         memory: returns the number of bytes of each device, or None if it is unknown. Called only if needed.
     """
     setup = make(trainer)
-    if not setup.gathers_layers or trainer.microbatches_per_gather is not None or seq_len is None:
+    if not setup.gathers_layers or trainer.microbatches_per_gather is not None or row is None:
         return setup
     mesh, plan = setup.sharding.mesh, max(setup.step.plans.values, key=memory_sort_key)
     smaller_counts = plan.smaller_group_sizes(mesh)
     if not smaller_counts or (limit := memory()) is None:
         return setup
-    row = random_batch(1, seq_len, 2)
     # These compiled programs are also needed by the run.
     compiled = setup.step.compile(row, setup.step.plans.start_of(plan))
     programs = MeasuredPrograms(compiled.by_name if isinstance(compiled, Executables) else {})

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from lm_trainer.core.batch import Batch
 from lm_trainer.models import AnyModel, DecoderConfig
 from lm_trainer.models.peft import module_names
+from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.lora import attach_lora, is_adapter_param
 from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, token_loss, token_nll
 from lm_trainer.nn.nf4 import CodeParam, quantize_linears
@@ -164,6 +165,15 @@ def next_token_loss(dtype: Any, block_size: int | None = None, terms: LossTerms 
     return NextTokenLoss(dtype, block_size, terms)
 
 
+@runtime_checkable
+class SplittableLoss(Protocol):
+    """A loss for a `Decoder` that can be computed in stages."""
+
+    def split_into_stages(self, model: Decoder) -> StagedLoss:
+        """Returns the same loss in stages, for decoders like `model`, which may be abstract."""
+        ...
+
+
 @dataclass(frozen=True)
 class NextTokenLoss:
     """Next-token cross-entropy for a `Decoder`, usable as a `LossFn`."""
@@ -187,9 +197,9 @@ class NextTokenLoss:
             terms=self.terms,
         )
 
-    def split_into_stages(self, spec: DecoderSpec) -> StagedLoss:
-        """Returns the same loss in stages, for decoders with this `spec`."""
-        return staged_token_loss(spec, dtype=self.dtype, block_size=self.block_size, terms=self.terms)
+    def split_into_stages(self, model: Decoder) -> StagedLoss:
+        """Returns the same loss in stages, for decoders like `model`, which may be abstract."""
+        return staged_token_loss(model.spec, dtype=self.dtype, block_size=self.block_size, terms=self.terms)
 
 
 @dataclass(frozen=True)
@@ -215,9 +225,9 @@ class TokenNll:
             top=self.top,
         )
 
-    def split_into_stages(self, spec: DecoderSpec) -> StagedLoss:
-        """Returns the same loss in stages, for decoders with this `spec`."""
-        return staged_token_nll(spec, dtype=self.dtype, block_size=self.block_size, top=self.top)
+    def split_into_stages(self, model: Decoder) -> StagedLoss:
+        """Returns the same loss in stages, for decoders like `model`, which may be abstract."""
+        return staged_token_nll(model.spec, dtype=self.dtype, block_size=self.block_size, top=self.top)
 
 
 def recomputes_layers(trainer: TrainerConfig, spec: DecoderSpec) -> bool:

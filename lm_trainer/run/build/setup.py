@@ -30,7 +30,15 @@ from lm_trainer.nn.stages import StagedLoss
 from lm_trainer.optim import Optimizer
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.parallel.sharding import plan_shardings
-from lm_trainer.run.build.model import DROPOUT_KEY, NextTokenLoss, TokenNll, evaluation_loss, loss_function, trace_model
+from lm_trainer.run.build.model import (
+    DROPOUT_KEY,
+    NextTokenLoss,
+    SplittableLoss,
+    TokenNll,
+    evaluation_loss,
+    loss_function,
+    trace_model,
+)
 from lm_trainer.run.config.gather import resolve_gather, with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.step_plan import StepPlan
@@ -297,11 +305,15 @@ def _check_model_parallel(plan: StepPlan, optimizer: Optimizer, model: ModelDef,
     built = nnx.eval_shape(model.build)
     check_model_parallel(built.spec if isinstance(built, Decoder) else None, plan.microbatch_rows, mesh.shape)
     if optimizer.curvature is not None:
-        raise UserError(f"{axes[0]}_axis_size cannot be used with an optimizer that estimates curvature; set it to 1")
+        raise UserError(
+            f"{axes[0]}_axis_size gives each device a part of a microbatch, but the optimizer estimates curvature from "
+            f"random numbers drawn for whole microbatches; set it to 1, and share weights by the data axis or "
+            f"model_axis_size"
+        )
 
 
 def _has_known_layers(loss: LossFn, model: ModelDef) -> bool:
-    """Returns True if `split_loss_into_stages` can split the loss into layers."""
+    """Returns True if `trainer.gather: auto` may gather one layer at a time; see `with_resolved_gather`."""
     if isinstance(loss, StagedLoss):
         return True
     built, is_known_loss = nnx.eval_shape(model.build), isinstance(loss, NextTokenLoss | TokenNll)
@@ -313,15 +325,10 @@ def split_loss_into_stages(loss: LossFn, model: ModelDef, mesh: Mesh) -> StagedL
     if isinstance(loss, StagedLoss):
         return loss
     built = nnx.eval_shape(model.build)
-    if not (isinstance(built, Decoder) and isinstance(loss, NextTokenLoss | TokenNll)):
+    if not (isinstance(built, Decoder) and isinstance(loss, SplittableLoss)):
         raise UserError(
-            "trainer.gather: layer needs a decoder of lm_trainer and the loss of its next token, not a model "
-            "or loss of your own, unless that is an lm_trainer.nn.stages.StagedLoss; use model"
-        )
-    if built.spec.encoder is not None:
-        raise UserError(
-            "trainer.gather: layer takes one stream through one stack of layers, and this model has an "
-            "encoder beside its decoder; use model"
+            "trainer.gather: layer needs a decoder and a loss of lm_trainer, not a model or loss of your own, unless "
+            "that is an lm_trainer.nn.stages.StagedLoss; use model"
         )
     if "pipeline" in model_parallel_axes(mesh.shape):
         raise UserError(
@@ -329,7 +336,7 @@ def split_loss_into_stages(loss: LossFn, model: ModelDef, mesh: Mesh) -> StagedL
             "part of every layer: pipeline_axis_size would save no memory and leave devices waiting. Set it to 1, or "
             "use model"
         )
-    return loss.split_into_stages(built.spec)
+    return loss.split_into_stages(built)
 
 
 def _curvature_estimator(optimizer: Optimizer, loss: LossFn, dtype: Any) -> CurvatureFn | None:

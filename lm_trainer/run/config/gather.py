@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lm_trainer.objectives.next_token import NextTokenConfig
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
@@ -14,7 +15,8 @@ of existing runs whose model size is between the old and the new value."""
 def with_resolved_gather(config: RunConfig, vocab_size: int) -> RunConfig:
     """Returns the configuration with `trainer.gather` resolved; `vocab_size` is the number of token embedding rows."""
     spec = config.model.spec(vocab_size)
-    by_layer = spec.encoder is None and config.loss.has_stages
+    # Runs with an encoder or another loss were begun before these had stages, and keep their bits.
+    by_layer = spec.encoder is None and isinstance(config.loss, NextTokenConfig)
     trainer = resolve_gather(config.trainer, parameter_count(spec), layers=by_layer)
     return config if trainer is config.trainer else config.model_copy(update={"trainer": trainer})
 

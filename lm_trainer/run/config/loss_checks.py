@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lm_trainer.core.data_content import DataContent
 from lm_trainer.nn.lora_config import AnyAdapter
 from lm_trainer.objectives.distillation import DistillationConfig
+from lm_trainer.objectives.next_token import NextTokenConfig
 from lm_trainer.step.dispatch.model_parallel_limits import model_parallel_axes
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def check_loss(config: RunConfig) -> None:
         ValueError: if they do not; names the keys and what to write.
     """
     _check_contents(config)
-    if config.loss.has_stages:
+    if isinstance(config.loss, NextTokenConfig):
         return
     name = f"loss: {config.loss.type}"
     if not config.use_hf_model_config and config.model.features_shape is not None:
@@ -71,8 +72,11 @@ def _check_contents(config: RunConfig) -> None:
 
 def _check_trainer(config: RunConfig, name: str) -> None:
     trainer = config.trainer
-    if trainer.gather == "layer":
-        raise ValueError(f"trainer.gather: layer is for the loss of the next token, not for {name}; use model")
+    if trainer.gather == "layer" and not config.loss.has_stages:
+        raise ValueError(
+            f"trainer.gather: layer: {name} also runs the trained model on answers to other prompts, before its loss "
+            f"is known, so its gradient does not take one pass through the layers; use model"
+        )
     if axes := model_parallel_axes(trainer.step_plan.mesh_shape._asdict()):
         raise ValueError(
             f"trainer.{axes[0]}_axis_size: {name} is computed on whole rows and models; set it to 1, and shard the "

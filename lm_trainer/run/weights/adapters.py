@@ -28,6 +28,7 @@ from lm_trainer.models.hf import param_infos
 from lm_trainer.nn.lora import adapter_name, is_adapter_param, merge_lora
 from lm_trainer.nn.lora_targets import EMBEDDING, HEAD
 from lm_trainer.nn.nf4 import num_weights
+from lm_trainer.nn.router import is_relative_load
 from lm_trainer.objectives import LossConfig, NextTokenConfig
 from lm_trainer.profile.flops import FlopsCount
 from lm_trainer.run.build.model import trace_model
@@ -45,7 +46,7 @@ _BASE_STEP = "base_step"
 _NEXT_TOKEN = NextTokenConfig()
 _IRRELEVANT_FIELDS = frozenset(
     {"dropout", "init_std", "scan", "remat", "backend", "block_size", "upcast", "balance_coef", "z_coef"}
-    | {"vocab_size", "num_positions"}
+    | {"balance_over", "vocab_size", "num_positions"}
 )
 """Fields of a spec that only affect training or speed, or that also determine the shapes of parameters."""
 
@@ -76,8 +77,8 @@ class BaseCheckpoint:
             UserError: if the checkpoint contains another model.
         """
         loaded = load_merged_model(self.directory, self.step).params
-        named = {name: np.asarray(x) for name, x in named_leaves(loaded).items()}
         expected = {name: x for name, x in shapes.items() if not is_adapter_param(name)}
+        named = with_own_loads({name: np.asarray(x) for name, x in named_leaves(loaded).items()}, expected)
         _check_same_model(f"{self.key}: {self.directory}", named, expected_shapes(named, expected))
         stored = quantize_params(named, expected)
         return {name: jax.device_put(x.astype(shapes[name].dtype), shardings[name]) for name, x in stored.items()}
@@ -85,6 +86,19 @@ class BaseCheckpoint:
     def with_initial_weights(self, model: ModelDef) -> ModelDef:
         """Returns the model with the weights of this checkpoint as initial values."""
         return dataclasses.replace(model, load=self.load)
+
+
+def with_own_loads(weights: Mapping[str, np.ndarray], shapes: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Returns the weights of another model, with even loads of experts where only this model has loads.
+
+    Loads that only the other model has are left out. They affect only the loss that balances the experts.
+
+    Args:
+        weights: weights of the other model, by name.
+        shapes: shapes and dtypes of the parameters of this model.
+    """
+    even = {name: np.ones(x.shape, x.dtype) for name, x in shapes.items() if is_relative_load(name)}
+    return {**even, **{name: x for name, x in weights.items() if name in shapes or not is_relative_load(name)}}
 
 
 def find_base_checkpoint(config: RunConfig, store: CheckpointStore) -> BaseCheckpoint | None:
@@ -278,5 +292,6 @@ def _load_base_params(run: str | StoragePath, loaded: LoadedModel) -> dict[str, 
             params = HfCheckpoint.open(config).load(config.model, shapes, dict.fromkeys(shapes, device_sharding))
     except UserError as error:
         raise type(error)(f"{run} is an adapter, and the model that it is for cannot be read: {error}") from None
+    params = with_own_loads({name: np.asarray(x) for name, x in params.items()}, shapes)
     # The digest of the frozen weights was computed in these dtypes.
-    return {name: np.asarray(x).astype(shapes[name].dtype) for name, x in params.items()}
+    return {name: x.astype(shapes[name].dtype) for name, x in params.items()}

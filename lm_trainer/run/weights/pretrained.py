@@ -23,6 +23,7 @@ from lm_trainer.data.tokenizer import HfTokenizer, Pretrained, Tokenizer
 from lm_trainer.data.tokenizer.compare import find_difference, has_rows_for
 from lm_trainer.data.tokenizer.hf import load_pretrained
 from lm_trainer.export.huggingface import errors_prefixed_with, read_hf_config, read_hf_settings
+from lm_trainer.export.mxfp4_tensor import MXFP4
 from lm_trainer.export.nf4_files import Nf4Tensor
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.export.tensor_file import Region
@@ -223,6 +224,10 @@ class HfCheckpoint:
         count = parameter_count(self.config.spec(self.vocab_size))
         dtypes, context = ", ".join(sorted(self.weights.dtypes)), self.config.seq_len
         text = f"starting from the weights of {self.name}: {self.config.type}, {count:,} parameters, {dtypes}, {files}"
+        if MXFP4 in self.weights.dtypes:
+            text += (
+                "; weights in MXFP4 are dequantized, and exports are not quantized again (bf16 holds all their values)"
+            )
         return f"{text}; exports keep its context of {context:,} tokens" if model.seq_len < context else text
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:

@@ -192,13 +192,6 @@ class DeviceGroups:
         return shards_on_groups(arrays, self.groups)
 
 
-def compute_shardings(sharding: StateSharding) -> dict[str, NamedSharding] | None:
-    """Returns the shardings of all parameters during computation; None if they equal storage, so none is gathered."""
-    compute = {name: NamedSharding(sharding.mesh, param.compute) for name, param in sharding.params.items()}
-    in_place = all(same_sharding(compute[name], storage) for name, storage in sharding.storage.items())
-    return None if in_place else compute
-
-
 def same_sharding(one: NamedSharding, other: NamedSharding) -> bool:
     """Returns true if both shardings give every device the same part of an array."""
     return one.is_equivalent_to(other, max(len(one.spec), len(other.spec)))

@@ -7,17 +7,14 @@ same optimised program on every mesh. The hash of that program is recorded with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
-import numpy as np
 
-from lm_trainer.core.batch import Batch
 from lm_trainer.core.jax_types import PyTree
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.dispatch_threads import DispatchThreads, programs_at_once
 from lm_trainer.parallel.rehearsal import current_rehearsal
-from lm_trainer.parallel.sharding import ParamSharding
 from lm_trainer.step.dispatch.device_groups import ModelParallelGroup
 from lm_trainer.step.dispatch.executable import Executable
 from lm_trainer.step.dispatch.program import Program, create_programs
@@ -29,8 +26,7 @@ class PerGroupExecutable:
     """A function that is compiled once for every group of this process.
 
     Args:
-        function: for `compile`, it is `function(params, batch, step, index)`, with a Batch of one microbatch; `step`
-            and `index` are int32 scalars.
+        function: function to compile.
         groups: groups for which to compile.
         results: shardings of the results on a group; None: XLA chooses.
         donated: positions of the arguments that are donated.
@@ -52,23 +48,6 @@ class PerGroupExecutable:
         self._streams = DispatchThreads(programs_at_once(devices.flat[0].platform, len(groups), devices.size))
         self._programs: list[Program] = []
 
-    def compile(
-        self, params: Mapping[str, jax.ShapeDtypeStruct], param_shardings: Mapping[str, ParamSharding], batch: Batch
-    ) -> None:
-        """Compiles for all groups at once, for parameters in `compute` sharding and a microbatch like `batch`."""
-
-        def arguments_on_group(group: ModelParallelGroup) -> tuple[PyTree, ...]:
-            replicated = group.sharding()
-            placed = {
-                name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=group.sharding(*param_shardings[name].compute))
-                for name, x in params.items()
-            }
-            rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), batch)
-            scalar = jax.ShapeDtypeStruct((), np.int32, sharding=replicated)
-            return placed, rows, scalar, scalar
-
-        self.compile_for(arguments_on_group)
-
     def compile_for(self, arguments: Callable[[ModelParallelGroup], tuple[PyTree, ...]]) -> None:
         """Compiles for all groups at once. `arguments` returns the shapes, with shardings, of the arguments on a group.
 
@@ -88,11 +67,6 @@ class PerGroupExecutable:
             "one computation",
             by_all_processes=True,
         )
-
-    @property
-    def is_compiled(self) -> bool:
-        """True once `compile` has been called."""
-        return bool(self._programs)
 
     @property
     def program(self) -> Executable:

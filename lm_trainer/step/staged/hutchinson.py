@@ -62,7 +62,7 @@ class Hutchinson:
         ) -> tuple[StreamPair, tuple[()]]:
             run = stage.forward
             assert run is not None
-            pair, signs = stream or _NONE, self._draw_signs(params, step, index, number)
+            pair, signs = stream or _NONE, self._draw_signs(stage, params, step, index, number)
 
             def function(params: Params, stream: Stream | None) -> Stream:
                 return run(params, stream, batch, number, step, index)[0]
@@ -81,7 +81,8 @@ class Hutchinson:
         ) -> tuple[StreamPair | None, Sums]:
             run = stage.gradient
             assert run is not None
-            pair, d_pair, signs = stream or _NONE, d_stream or _NONE, self._draw_signs(params, step, index, number)
+            pair, d_pair = stream or _NONE, d_stream or _NONE
+            signs = self._draw_signs(stage, params, step, index, number)
 
             def function(params: Params, stream: Stream | None, d_stream: Stream | None) -> tuple[PyTree, Params]:
                 d_input, sums = run(params, stream, handed_on, batch, number, d_stream, step, index)
@@ -94,15 +95,17 @@ class Hutchinson:
 
         return replace(stage, forward=stage.forward and forward, gradient=gradient)
 
-    def _draw_signs(self, params: Params, step: jax.Array, index: jax.Array, number: jax.Array | None) -> Params:
+    def _draw_signs(
+        self, stage: StageFunctions, params: Params, step: jax.Array, index: jax.Array, number: jax.Array | None
+    ) -> Params:
         """Draws the signs of the parameters that a stage reads; for layer `number`, the same as `hutchinson` draws."""
         key = self.loss.microbatch_key(step, index)
         assert key is not None
         shapes = self.loss.model.shapes
         keys = dict(zip(shapes, sign_keys(key, len(shapes)), strict=True))
-        if number is None:
+        if number is None or stage.layers is None:
             return {name: jax.random.rademacher(keys[name], x.shape, x.dtype) for name, x in params.items()}
-        row = number // self.loss.loss.period
+        row = stage.row_of(number)
         return {name: rademacher_row(keys[name], shapes[name].shape, row, x.dtype) for name, x in params.items()}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,50 +16,66 @@ from lm_trainer.step.loss.logged import LoggedValues, check_logged_names, logged
 Logged = dict[str, jax.Array]
 """Values of each call of `log` before the last stage, float32 [number of executions], in order of execution."""
 
-_Shapes = Mapping[Entry, jax.ShapeDtypeStruct]
+Shapes = Mapping[Entry, jax.ShapeDtypeStruct]
+
+
+class LoggedStack(NamedTuple):
+    """Shapes of the values that a stack of layers logs."""
+
+    embed: Shapes
+    """Values logged before the first layer."""
+    layers: Sequence[Shapes]
+    """Values logged by each layer."""
+
+
+class _Starts(NamedTuple):
+    """Index of the first value of each stage of a stack."""
+
+    embed: Mapping[Entry, int]
+    layers: Mapping[Entry, np.ndarray]
+    """int32 [layers]."""
 
 
 @dataclass(frozen=True)
 class LoggedStages:
     """Calls of `log` before the last stage."""
 
-    starts: Mapping[Entry, np.ndarray]
-    """Index of the first value of each layer, int32 [layers]."""
+    starts: Sequence[_Starts]
+    """Indices of each stack."""
     counts: Mapping[Entry, int]
     """Total number of values."""
 
     @classmethod
-    def from_shapes(cls, embed: _Shapes, layers: Sequence[_Shapes], num_layers: int) -> LoggedStages:
-        """Computes the index of each value.
-
-        Args:
-            embed: shapes of the values logged before the first layer.
-            layers: shapes of the values logged by each kind of layer.
-            num_layers: number of layers.
-        """
-        entries = dict.fromkeys(entry for shapes in (embed, *layers) for entry in shapes)
-        starts, counts = {}, {}
-        for entry in entries:
-            times = [_num_values(layers[layer % len(layers)], entry) for layer in range(num_layers)]
-            *begins, counts[entry] = np.cumsum([_num_values(embed, entry), *times]).tolist()
-            starts[entry] = np.array(begins, np.int32)
+    def from_shapes(cls, stacks: Sequence[LoggedStack]) -> LoggedStages:
+        """Computes the index of each value, from the shapes of each stack in order of execution."""
+        entries = dict.fromkeys(
+            entry for stack in stacks for shapes in (stack.embed, *stack.layers) for entry in shapes
+        )
+        counts, starts = dict.fromkeys(entries, 0), []
+        for embed, layers in stacks:
+            embed_starts, layer_starts = dict[Entry, int](), dict[Entry, np.ndarray]()
+            for entry in entries:
+                times = [_num_values(shapes, entry) for shapes in layers]
+                sizes = [counts[entry], _num_values(embed, entry), *times]
+                first, *begins, counts[entry] = np.cumsum(sizes).tolist()
+                embed_starts[entry], layer_starts[entry] = first, np.array(begins, np.int32)
+            starts.append(_Starts(embed_starts, layer_starts))
         return cls(starts, counts)
 
     def start_arrays(self, values: LoggedValues) -> Logged:
-        """Puts the values logged before the layers into arrays that have room for the values of the layers."""
+        """Puts the values logged before the first layer into arrays that have room for the values of all stages."""
         rooms = {entry: jnp.zeros(count, jnp.float32) for entry, count in self.counts.items()}
         filled = {entry: rooms[entry].at[: len(x)].set(x) for entry, x in values.items()}
         return {_entry_name(entry): room for entry, room in {**rooms, **filled}.items()}
 
-    def add_layer(self, logged: Logged, number: jax.Array, values: LoggedValues) -> Logged:
-        """Adds the values of layer `number` to `logged`."""
-        put = {
-            _entry_name(entry): jax.lax.dynamic_update_slice(
-                logged[_entry_name(entry)], x, (jnp.asarray(self.starts[entry])[number],)
-            )
-            for entry, x in values.items()
-        }
-        return {**logged, **put}
+    def add_embed(self, logged: Logged, stack: int, values: LoggedValues) -> Logged:
+        """Adds the values logged before the first layer of another stack to `logged`."""
+        return _put(logged, values, self.starts[stack].embed)
+
+    def add_layer(self, logged: Logged, stack: int, number: jax.Array, values: LoggedValues) -> Logged:
+        """Adds the values of layer `number` of a stack to `logged`."""
+        starts = self.starts[stack].layers
+        return _put(logged, values, {entry: jnp.asarray(starts[entry])[number] for entry in values})
 
     def add_to_metrics(
         self, logged: Logged, head: LoggedValues, weight: jax.Array, metrics: Mapping[str, jax.Array]
@@ -82,7 +99,15 @@ class LoggedStages:
         return {**metrics, **logged_metrics(joined, weight)}
 
 
-def _num_values(shapes: _Shapes, entry: Entry) -> int:
+def _put(logged: Logged, values: LoggedValues, starts: Mapping[Entry, jax.Array | int]) -> Logged:
+    put = {
+        _entry_name(entry): jax.lax.dynamic_update_slice(logged[_entry_name(entry)], x, (starts[entry],))
+        for entry, x in values.items()
+    }
+    return {**logged, **put}
+
+
+def _num_values(shapes: Shapes, entry: Entry) -> int:
     return shapes[entry].shape[0] if entry in shapes else 0
 
 

@@ -38,7 +38,8 @@ class SavingLayer:
         arguments = (params, stream, batch, number, step, index)
         output, vjp = self._vjp(*arguments)
         saved = zip(jax.tree.leaves(vjp), self._find_saved_residuals(*arguments), strict=True)
-        return output, [x for x, is_saved in saved if is_saved]
+        # The memory is the same as in the input, which the host keeps.
+        return output._replace(memory=None), [x for x, is_saved in saved if is_saved]
 
     def gradient(  # noqa: PLR0913 - the arguments of the layer, residuals and derivative
         self,

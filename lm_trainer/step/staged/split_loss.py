@@ -1,8 +1,12 @@
-"""Splits a loss into embedding, layers and head, as functions of these stages."""
+"""Splits a loss into embedding, layers and head, as functions of these stages.
+
+A `MemoryStack`, such as an encoder, has its own embedding and layers, which come first. Its result is computed together
+with the embedding of the other layers, which pass it on as a part of the stream.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,11 +17,12 @@ from jax.extend.core import JaxprEqn, Var
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.jax_types import PyTree
-from lm_trainer.nn.stages import LossSums, StagedLoss, Stream
+from lm_trainer.nn.layer_sections import slot_of_each_layer
+from lm_trainer.nn.stages import LossSums, MemoryStack, StagedLoss, Stream
 from lm_trainer.parallel.collectives import device_key
 from lm_trainer.step.loss.gradient import Sums, validate_loss
 from lm_trainer.step.loss.logged import logged_shapes, with_logged_values
-from lm_trainer.step.staged.logged_stages import LoggedStages
+from lm_trainer.step.staged.logged_stages import LoggedStack, LoggedStages
 from lm_trainer.step.staged.saving_layer import SavingLayer
 from lm_trainer.step.staged.stage_functions import SCALAR, StageFunctions
 from lm_trainer.step.state.model_def import ModelDef, Params
@@ -29,15 +34,21 @@ Forward = Callable[..., Stream]
 """`forward(params, stream, batch, number, step, index)` returns the output of a stage."""
 
 
-class Reads(NamedTuple):
-    """Parameters that each stage reads: name -> dtype in which the parameter is passed."""
+class StackReads(NamedTuple):
+    """Parameters that the stages of a stack read: name -> dtype in which the parameter is passed."""
 
     embed: dict[str, DTypeLike]
     layers: list[dict[str, DTypeLike]]
     """Parameters for each kind of layer."""
-    head: dict[str, DTypeLike]
     stream: Stream
-    """Shapes of the values that are passed from stage to stage for a microbatch."""
+    """Shapes of the values that are passed from layer to layer for a microbatch."""
+
+
+class Reads(NamedTuple):
+    """Parameters that each stage reads."""
+
+    stacks: list[StackReads]
+    head: dict[str, DTypeLike]
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,7 @@ class SplitLoss:
     """Also return values that are logged inside the stages, as sums."""
 
     def stages(self, batch: Batch, *, saves: bool = False) -> list[StageFunctions]:
-        """Returns the embedding, one stage for each kind of layer, and the head.
+        """Returns, for each stack, the embedding and one stage for each kind of layer; then the head.
 
         Args:
             batch: shapes of a microbatch.
@@ -61,35 +72,49 @@ class SplitLoss:
         """
         reads = self.find_reads(batch)
         logged = self._find_logged(reads, batch) if self.logs else None
-        embed = self._make_embed(logged)
-        stages = [StageFunctions("enter", reads.embed, _without_residuals(embed), self._make_gradient(embed))]
-        for kind, names in enumerate(reads.layers):
-            layers = range(kind, self.loss.num_layers, self.loss.period)
-            if saves and self.loss.saving_layer is not None:
-                saving = SavingLayer(self._make_layer(kind, self.loss.saving_layer, logged), self.trainable)
+        stages = list[StageFunctions]()
+        for index, of_stack in enumerate(reads.stacks):
+            stages += self._stages_of_stack(index, of_stack, logged, saves=saves)
+        head = self._make_head(logged)
+        gradient = self._make_head_gradient(head)
+        shared = self.loss.memory is not None
+        return [*stages, StageFunctions("leave", reads.head, gradient=gradient, losses=head, shares_input=shared)]
+
+    def _stages_of_stack(
+        self, index: int, reads: StackReads, logged: LoggedStages | None, *, saves: bool
+    ) -> Iterator[StageFunctions]:
+        stack = self.loss.stacks[index]
+        prefix = f"{stack.name} " if isinstance(stack, MemoryStack) else ""
+        shared = self.loss.memory is not None and stack is self.loss
+        embed = self._make_embed(index, logged)
+        yield StageFunctions(f"{prefix}enter", reads.embed, _without_residuals(embed), self._make_gradient(embed))
+        for kind, (names, layers) in enumerate(zip(reads.layers, stack.layers_by_kind, strict=True)):
+            if saves and stack.saving_layer is not None:
+                saving = SavingLayer(self._make_layer(index, kind, stack.saving_layer, logged), self.trainable)
                 forward, gradient = saving.forward, saving.gradient
             else:
-                layer = self._make_layer(kind, self.loss.layer, logged)
-                forward, gradient = _without_residuals(layer), self._make_gradient(layer)
-            stages.append(StageFunctions(f"layer {kind}", names, forward, gradient, layers=layers))
-        head = self._make_head(logged)
-        return [*stages, StageFunctions("leave", reads.head, gradient=self._make_head_gradient(head), losses=head)]
+                layer = self._make_layer(index, kind, stack.layer, logged)
+                forward, gradient = _without_residuals(layer, memory=False), self._make_gradient(layer)
+            yield StageFunctions(f"{prefix}layer {kind}", names, forward, gradient, layers=layers, shares_input=shared)
 
     def find_reads(self, batch: Batch) -> Reads:
         """Traces the stages to find the parameters that each of them reads; `batch` has the shapes of a microbatch."""
-        shapes, prefixes = self.model.shapes, self.loss.layers
+        shapes, prefixes = self.model.shapes, tuple(prefix for stack in self.loss.stacks for prefix in stack.layers)
         outside_layers = {name: x for name, x in shapes.items() if not name.startswith(prefixes)}
-        embed, arguments = self._make_embed(), (batch, None, SCALAR, SCALAR)
-        first = find_read_dtypes(embed, outside_layers, None, *arguments)
-        stream = jax.eval_shape(embed, _shapes_with_dtypes(shapes, first), None, *arguments)
-        layers = []
-        for kind, prefix in enumerate(prefixes):
-            of_layer = {
-                n: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for n, x in shapes.items() if n.startswith(prefix)
-            }
-            layer = self._make_layer(kind, self.loss.layer)
-            layers.append(find_read_dtypes(layer, of_layer, stream, batch, SCALAR, SCALAR, SCALAR))
-        return Reads(first, layers, find_read_dtypes(self._make_head(), outside_layers, stream, *arguments), stream)
+        arguments, stream, stacks = (batch, None, SCALAR, SCALAR), None, list[StackReads]()
+        for index, stack in enumerate(self.loss.stacks):
+            embed = self._make_embed(index)
+            first = find_read_dtypes(embed, outside_layers, stream, *arguments)
+            stream = jax.eval_shape(embed, _shapes_with_dtypes(shapes, first), stream, *arguments)
+            layers = []
+            for kind, prefix in enumerate(stack.layers):
+                of_layer = {
+                    n: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for n, x in shapes.items() if n.startswith(prefix)
+                }
+                layer = self._make_layer(index, kind, stack.layer)
+                layers.append(find_read_dtypes(layer, of_layer, stream, batch, SCALAR, SCALAR, SCALAR))
+            stacks.append(StackReads(first, layers, stream))
+        return Reads(stacks, find_read_dtypes(self._make_head(), outside_layers, stream, *arguments))
 
     def microbatch_key(self, step: jax.Array, index: jax.Array) -> jax.Array | None:
         """Returns the random key of a microbatch, specific to this device if several devices share the microbatch."""
@@ -97,28 +122,40 @@ class SplitLoss:
             return None
         return device_key(jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(self.key_data), step), index))
 
-    def _make_embed(self, logged: LoggedStages | None = None) -> Forward:
+    def _make_embed(self, stack: int, logged: LoggedStages | None = None) -> Forward:
+        embed, memory = self.loss.stacks[stack].embed, self.loss.memory
+
         def enter(
-            params: Params, stream: None, batch: Batch, number: None, step: jax.Array, index: jax.Array
+            params: Params, stream: Stream | None, batch: Batch, number: None, step: jax.Array, index: jax.Array
         ) -> Stream:
-            del stream, number
-            return self.loss.embed(self.model.merge_some(params), batch, self.microbatch_key(step, index))
+            del number
+            model, key = self.model.merge_some(params), self.microbatch_key(step, index)
+            entered = embed(model, batch, key)
+            if stream is None:
+                return entered
+            assert memory is not None
+            return entered._replace(memory=memory.finish(model, stream, batch, key))
 
         if logged is None:
             return enter
 
-        def logging_enter(*args: PyTree) -> Stream:
-            stream, values = with_logged_values(enter)(*args)
-            return stream._replace(logged=logged.start_arrays(values))
+        def logging_enter(params: Params, stream: Stream | None, *others: PyTree) -> Stream:
+            entered, values = with_logged_values(enter)(params, stream, *others)
+            if stream is None:
+                return entered._replace(logged=logged.start_arrays(values))
+            return entered._replace(logged=logged.add_embed(stream.logged, stack, values))
 
         return logging_enter
 
-    def _make_layer(self, kind: int, run: Callable[..., Stream], logged: LoggedStages | None = None) -> Forward:
+    def _make_layer(
+        self, stack: int, kind: int, run: Callable[..., Stream], logged: LoggedStages | None = None
+    ) -> Forward:
         def layer(
             params: Params, stream: Stream, batch: Batch, number: jax.Array, step: jax.Array, index: jax.Array
         ) -> Stream:
             model = self.model.merge_some(params)
-            return run(model, kind, stream, batch, number, self.microbatch_key(step, index))
+            output = run(model, kind, stream, batch, number, self.microbatch_key(step, index))
+            return output._replace(memory=stream.memory)
 
         if logged is None:
             return layer
@@ -127,7 +164,7 @@ class SplitLoss:
             params: Params, stream: Stream, batch: Batch, number: jax.Array, step: jax.Array, index: jax.Array
         ) -> Stream:
             output, values = with_logged_values(layer)(params, stream, batch, number, step, index)
-            return output._replace(logged=logged.add_layer(stream.logged, number, values))
+            return output._replace(logged=logged.add_layer(stream.logged, stack, number, values))
 
         return logging_layer
 
@@ -202,36 +239,36 @@ class SplitLoss:
 
     def _find_logged(self, reads: Reads, batch: Batch) -> LoggedStages | None:
         """Finds the calls of `log` in the stages; returns None if no stage logs."""
-        shapes, stream, arguments = self.model.shapes, reads.stream, (batch, None, SCALAR, SCALAR)
-        first = logged_shapes(self._make_embed(), _shapes_with_dtypes(shapes, reads.embed), None, *arguments)
-        layers = [
-            logged_shapes(
-                self._make_layer(kind, self.loss.layer),
-                _shapes_with_dtypes(shapes, names, layered=True),
-                stream,
-                batch,
-                SCALAR,
-                SCALAR,
-                SCALAR,
-            )
-            for kind, names in enumerate(reads.layers)
-        ]
-        if not any(
-            (
-                first,
-                *layers,
-                logged_shapes(self._make_head(), _shapes_with_dtypes(shapes, reads.head), stream, *arguments),
-            )
-        ):
+        shapes, arguments, stream = self.model.shapes, (batch, None, SCALAR, SCALAR), None
+        stacks = list[LoggedStack]()
+        for index, (stack, of_stack) in enumerate(zip(self.loss.stacks, reads.stacks, strict=True)):
+            first = _shapes_with_dtypes(shapes, of_stack.embed)
+            embed, stream = logged_shapes(self._make_embed(index), first, stream, *arguments), of_stack.stream
+            layers = [
+                logged_shapes(
+                    self._make_layer(index, kind, stack.layer),
+                    _shapes_with_dtypes(shapes, names, layered=True),
+                    stream,
+                    batch,
+                    SCALAR,
+                    SCALAR,
+                    SCALAR,
+                )
+                for kind, names in enumerate(of_stack.layers)
+            ]
+            kinds = [kind for kind, _ in slot_of_each_layer(stack.layers_by_kind)]
+            stacks.append(LoggedStack(embed, [layers[kind] for kind in kinds]))
+        head = logged_shapes(self._make_head(), _shapes_with_dtypes(shapes, reads.head), stream, *arguments)
+        if not head and not any(shapes for stack in stacks for shapes in (stack.embed, *stack.layers)):
             return None
-        return LoggedStages.from_shapes(first, layers, self.loss.num_layers)
+        return LoggedStages.from_shapes(stacks)
 
     def _select_trained(self, params: Params) -> Params:
         return {name: x for name, x in params.items() if name in self.trainable}
 
 
-def _without_residuals(forward: Forward) -> Callable[..., tuple[PyTree, PyTree]]:
-    """Returns `forward` as the function of a stage that has no residuals."""
+def _without_residuals(forward: Forward, *, memory: bool = True) -> Callable[..., tuple[PyTree, PyTree]]:
+    """Returns `forward` as the function of a stage that has no residuals and, without `memory`, returns no memory."""
 
     # The names of the function and its arguments are part of the program hash.
     def after(
@@ -242,7 +279,8 @@ def _without_residuals(forward: Forward) -> Callable[..., tuple[PyTree, PyTree]]
         step: jax.Array,
         index: jax.Array,
     ) -> tuple[Stream, tuple[()]]:
-        return forward(params, stream, batch, number, step, index), ()
+        output = forward(params, stream, batch, number, step, index)
+        return output if memory else output._replace(memory=None), ()
 
     return after
 

@@ -1,6 +1,7 @@
 """Functions of one stage of a loss on one microbatch, which a step compiles.
 
-A loss is a list of stages: either embedding, layers and head, or a single stage with the whole model.
+A loss is a list of stages: either embedding, layers and head, possibly after the embedding and layers of an encoder or
+of a frozen model; or a single stage with the whole model.
 """
 
 from __future__ import annotations
@@ -47,3 +48,13 @@ class StageFunctions:
     """Numbers of the layers; None if the stage is not a layer."""
     divided: bool = False
     """True if the functions themselves divide the microbatch among the devices of a group."""
+    shares_input: bool = False
+    """True if the input contains arrays that other stages read too, such as the output of an encoder. Programs must not
+    reuse their memory, and `forward` returns None for them."""
+
+    def row_of(self, number: jax.Array) -> jax.Array:
+        """Returns the row of layer `number` in the stacked parameters, an int32 scalar."""
+        assert self.layers is not None
+        row = number // self.layers.step
+        skipped = self.layers.start // self.layers.step
+        return row - skipped if skipped else row

@@ -64,10 +64,10 @@ class _Programs:
 
     def __init__(self, stages: Stages, batch: Batch):
         self.stages, self._batch, self.forward = stages, batch, StagedForward.compile(stages, batch)
-        # The derivative with respect to the input of the first stage is never needed, only the gradient of its
-        # parameters.
-        needed = [kind.trained or index > 0 for index, kind in enumerate(stages.kinds)]
-        self.gradients = [stages.compile_gradient(index, batch) if need else None for index, need in enumerate(needed)]
+        self.gradients = [
+            stages.compile_gradient(index, batch) if stages.is_differentiated(index) else None
+            for index in range(len(stages.kinds))
+        ]
         self._exchanging = dict[bool, dict[int, MicrobatchExecutable]]()
 
     def programs_with_exchanges(self, shares: Shares) -> Mapping[int, MicrobatchExecutable]:
@@ -85,13 +85,15 @@ class _Programs:
     def _compile_with_exchanges(self, shares: Shares) -> dict[int, MicrobatchExecutable]:
         stages = self.stages
 
-        def compile_gradient(index: int, alone: PerGroupExecutable) -> MicrobatchExecutable:
-            below, above = stages.kinds[stages.layer_kind(index, -1)], stages.kinds[stages.layer_kind(index, 1)]
+        def compile_gradient(
+            index: int, alone: PerGroupExecutable, neighbours: tuple[int, ...]
+        ) -> MicrobatchExecutable:
+            below, above = (stages.kinds[neighbour] for neighbour in neighbours)
             overlap = Overlap([below.gather_exchange(), above.reduce_exchange(shares)], alone)
             return stages.compile_gradient(index, self._batch, overlap)
 
         # The first and the last layer have a neighbour that is not a layer.
-        return stages.compile_overlapped(self.gradients, compile_gradient, min_layers=3)
+        return stages.compile_overlapped(self.gradients, compile_gradient, stages.below_and_above)
 
     def programs_by_name(self) -> dict[str, MicrobatchExecutable]:
         """Returns all programs by name."""
@@ -225,9 +227,10 @@ class StagedSum:
             saved.append(programs.forward(ready, group, saved).map(lambda stream: SavedForBackward(stream, ())))
             derivatives = group.microbatches.map(lambda _: None)
             for call in reversed(stages.order):
-                gathered = None if programs.gradients[call.kind] is None else stages.gather(ready, call)
+                if programs.gradients[call.kind] is None:
+                    continue
                 derivatives, _ = self._compute_gradients(
-                    programs, group, call, saved.pop(), derivatives, gathered, None, tap
+                    programs, group, call, saved.pop(), derivatives, stages.gather(ready, call), None, tap
                 )
                 if stages.kinds[call.kind].layered:
                     queue.push(derivatives)
@@ -244,13 +247,17 @@ class StagedSum:
         calls = [*reversed(stages.order)]
         exchanging = programs.programs_with_exchanges(group.shares)
         overlapped = {
-            n for n, call in enumerate(calls) if call.kind in exchanging and _is_between_layers(stages, calls, n)
+            n
+            for n, call in enumerate(calls)
+            if call.kind in exchanging and len(calls) - 1 - n in stages.below_and_above.positions
         }
         gathered: list[Params] | None = None
         unreduced: list[list[Sums]] = []
         for n, call in enumerate(calls):
             kind = stages.kinds[call.kind]
-            if gathered is None and programs.gradients[call.kind] is not None:
+            if programs.gradients[call.kind] is None:
+                continue
+            if gathered is None:
                 gathered = stages.gather(ready, call)
             exchange = None
             if n in overlapped:
@@ -280,7 +287,7 @@ class StagedSum:
                     layer_grads = self._take_layer_grads(stages, grads, call)
                     grads[call.kind] = kind.reduce_layer(layer_grads, sums, group.shares, call.row)
                 queue.push(derivatives)
-            elif sums:
+            else:
                 reported, grads[call.kind] = kind.reduce(sums, group.shares)
                 scalars = scalars or reported
         return scalars, [kind_grads or {} for kind_grads in grads]
@@ -297,7 +304,7 @@ class StagedSum:
         call: StageCall,
         saved: Microbatches[SavedForBackward],
         derivatives: Microbatches[PyTree],
-        gathered: list[Params] | None,
+        gathered: list[Params],
         exchange: FirstExchange | None,
         tap: Tap | None,
     ) -> tuple[Microbatches[PyTree], list[list[Sums]]]:
@@ -310,13 +317,12 @@ class StagedSum:
             call: stage to compute.
             saved: values that the forward pass saved.
             derivatives: derivatives of the loss with respect to the output of the stage.
-            gathered: gathered parameters of the stage; None if it has no backward pass.
+            gathered: gathered parameters of the stage.
             exchange: exchange that overlaps with the first microbatch.
             tap: receives the sums of every microbatch.
         """
         run, shares = programs.gradients[call.kind], group.shares
-        if run is None or gathered is None:
-            return derivatives, []
+        assert run is not None
         trees: list[TreeSum[Sums]] = [group.make_tree_sum(shares, self._add_to) for group in self.devices.groups]
 
         def differentiate(microbatch: Microbatch, inputs: SavedForBackward, derivative: PyTree) -> PyTree:
@@ -367,8 +373,3 @@ class StagedSum:
                 joined |= stage_grads
         # A parameter that no stage reads does not affect the loss.
         return {name: joined[name] if name in joined else self._zeros[name]() for name in self._zeros}
-
-
-def _is_between_layers(stages: Stages, calls: Sequence[StageCall], position: int) -> bool:
-    """Returns true if the calls before and after a call are layers."""
-    return all(stages.kinds[calls[neighbour].kind].layered for neighbour in (position - 1, position + 1))

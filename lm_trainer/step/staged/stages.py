@@ -22,6 +22,7 @@ from lm_trainer.step.dispatch.mesh_group import MeshWide, Role, Signature
 from lm_trainer.step.dispatch.microbatches import Microbatch, Microbatches, MicrobatchGroup
 from lm_trainer.step.dispatch.per_group import PerGroupExecutable
 from lm_trainer.step.dispatch.program import Program
+from lm_trainer.step.staged.neighbours import Neighbours, find_neighbours
 from lm_trainer.step.staged.stage import Stage, StageLabels
 from lm_trainer.step.staged.stage_functions import SCALAR, StageFunctions
 from lm_trainer.step.staged.stage_sharing import share_stage, stream_shardings, with_group_shardings
@@ -71,7 +72,7 @@ class Stages:
     """Stages of a loss, and the parameters that each of them reads.
 
     Args:
-        functions: functions of the stages, in order of execution; layers of several kinds alternate.
+        functions: functions of the stages in order of execution, one for each kind of layer.
         shapes: shapes of all parameters.
         trainable: names of the parameters that have a gradient.
         devices: devices that compute the stages.
@@ -100,16 +101,24 @@ class Stages:
         """Stage that computes the loss."""
         return self.kinds[-1]
 
+    @cached_property
+    def _sequence(self) -> list[tuple[int, int, int | None]]:
+        """Kind of each stage in order of execution, its row in the stacked parameters, and the number of the layer."""
+        calls: list[tuple[int, int, int | None]] = []
+        for run in self._runs:
+            if self.kinds[run[0]].layered:
+                layers = [(index, self.kinds[index].functions.layers or ()) for index in run]
+                numbered = sorted((n, index, row) for index, numbers in layers for row, n in enumerate(numbers))
+                calls += [(index, row, n) for n, index, row in numbered]
+            else:
+                calls.append((run[0], 0, None))
+        return calls
+
     # Cached, because scalars from the host would otherwise be transferred in every step.
     @cached_property
     def order(self) -> list[StageCall]:
         """The stages in order of execution."""
-        calls: list[tuple[int, int, int | None]] = []
-        for index, kind in enumerate(self.kinds):
-            layers = kind.functions.layers
-            calls += [(index, 0, None)] if layers is None else [(index, row, n) for row, n in enumerate(layers)]
-        last, groups = len(self.kinds) - 1, self.devices.groups
-        calls.sort(key=lambda call: (call[0] == last, -1 if call[2] is None else call[2]))
+        calls, groups = self._sequence, self.devices.groups
         rows = {row: replicate(np.int32(row), self.devices.sharding.mesh) for row in {row for _, row, _ in calls}}
         return [
             StageCall(index, rows[row], [None if n is None else group.put(np.int32(n)) for group in groups])
@@ -124,15 +133,37 @@ class Stages:
         """Returns the parameters of a stage, gathered for computation on each local group."""
         return self.kinds[call.kind].gather(ready.params, call.row) if ready.gathered is None else ready.gathered
 
-    @property
-    def num_layers(self) -> int:
-        """Number of layers of all kinds."""
-        return sum(len(kind.functions.layers or ()) for kind in self.kinds)
+    @cached_property
+    def _runs(self) -> list[list[int]]:
+        """Positions in `kinds` of consecutive kinds of layers, which alternate, or of one other stage."""
+        runs = list[list[int]]()
+        for index, kind in enumerate(self.kinds):
+            if kind.layered and self.kinds[index - 1].layered:
+                runs[-1].append(index)
+            else:
+                runs.append([index])
+        return runs
 
-    def layer_kind(self, index: int, offset: int) -> int:
-        """Returns the position in `kinds` of the layer that is `offset` layers above a layer of kind `index`."""
-        layered = [position for position, kind in enumerate(self.kinds) if kind.layered]
-        return layered[(layered.index(index) + offset) % len(layered)]
+    def _run_of(self, index: int) -> list[int]:
+        return next(run for run in self._runs if index in run)
+
+    def is_differentiated(self, index: int) -> bool:
+        """Returns true if a stage has a backward pass: if it, or a stage before it, has trained parameters."""
+        return any(kind.trained for kind in self.kinds[: self._run_of(index)[-1] + 1])
+
+    @cached_property
+    def above(self) -> Neighbours:
+        """The layer above each layer, with which the layer overlaps its exchange in the forward pass."""
+        return self._find_neighbours(1)
+
+    @cached_property
+    def below_and_above(self) -> Neighbours:
+        """The layers below and above each layer, with which the layer overlaps its exchanges in the backward pass."""
+        return self._find_neighbours(-1, 1)
+
+    def _find_neighbours(self, *offsets: int) -> Neighbours:
+        order = [kind for kind, _, _ in self._sequence]
+        return find_neighbours(order, [self.kinds[kind].layered for kind in order], *offsets)
 
     def compile_forward(self, index: int, batch: Batch, overlap: Overlap | None = None) -> MicrobatchExecutable:
         """Compiles the forward pass of one kind of stage: `(params, stream, rows, number, step, index)`.
@@ -158,9 +189,9 @@ class Stages:
         kind = self.kinds[index]
         arguments = stream, rows, number, step, microbatch = self._argument_shapes(index, batch)
         residuals = () if kind is self.last else self._forward_shapes(index, arguments)[1]
-        derivative = None if kind is self.last else self._stream_shapes(batch)
+        derivative = None if kind is self.last else self._output_shapes(index, batch)
         # The input of the stage is not needed afterwards, so its derivative reuses the memory.
-        donated = () if stream is None else (1,)
+        donated = () if stream is None or kind.functions.shares_input else (1,)
         returns = ("nothing" if stream is None else "stream", "sums")
         program = Program(kind.labels.gradient, None, kind.labels.gradients, grows=True, overlaps=True)
         all_arguments = (stream, residuals, rows, number, derivative, step, microbatch)
@@ -170,26 +201,26 @@ class Stages:
     def compile_overlapped(
         self,
         programs: Sequence[MicrobatchExecutable | None],
-        compile_with: Callable[[int, PerGroupExecutable], MicrobatchExecutable],
-        *,
-        min_layers: int,
+        compile_with: Callable[[int, PerGroupExecutable, tuple[int, ...]], MicrobatchExecutable],
+        neighbours: Neighbours,
     ) -> dict[int, MicrobatchExecutable]:
         """Compiles programs of layers that also exchange arrays, except for layers whose results would differ.
 
         Args:
             programs: the same programs without exchanges, by position in `kinds`.
-            compile_with: compiles a program with its exchanges, given its position and the computation without
-                exchanges.
-            min_layers: minimum number of layers at which the exchanges have neighbouring layers.
+            compile_with: compiles a program with its exchanges, given its position, the computation without exchanges,
+                and the positions of its neighbours.
+            neighbours: layers with which each layer exchanges arrays.
 
         Returns:
             Position in `kinds` -> program; empty if each device has a separate program.
         """
         compiled = dict[int, MicrobatchExecutable]()
-        for index, program in enumerate(programs):
-            if isinstance(program, MeshExecutable) and self.kinds[index].layered and self.num_layers >= min_layers:
+        for index, kinds in sorted(neighbours.kinds.items()):
+            program = programs[index]
+            if isinstance(program, MeshExecutable):
                 try:
-                    compiled[index] = compile_with(index, program.alone)
+                    compiled[index] = compile_with(index, program.alone, kinds)
                 except ProgramsDiffer as error:
                     logger.warning("%s: compiled differently, so the layer runs without them", error)
         return compiled
@@ -203,11 +234,17 @@ class Stages:
     def _argument_shapes(self, index: int, batch: Batch) -> tuple[PyTree, ...]:
         """Returns the shapes of the arguments of a forward pass, except the parameters."""
         number = SCALAR if self.kinds[index].layered else None
-        return (self._stream_shapes(batch) if index else None, batch, number, SCALAR, SCALAR)
+        return (self._input_shapes(index, batch), batch, number, SCALAR, SCALAR)
 
-    def _stream_shapes(self, batch: Batch) -> PyTree:
-        """Returns the shapes of the values that are passed from stage to stage for a microbatch like `batch`."""
-        return self._forward_shapes(0, (None, batch, None, SCALAR, SCALAR))[0]
+    def _input_shapes(self, index: int, batch: Batch) -> PyTree:
+        """Returns the shapes of the input of a stage for a microbatch like `batch`; None for the first stage."""
+        return self._output_shapes(index - 1, batch) if index else None
+
+    def _output_shapes(self, index: int, batch: Batch) -> PyTree:
+        """Returns the shapes of the output of a stage, with the parts of its input that it shares."""
+        if self.kinds[index].layered:
+            return self._input_shapes(self._run_of(index)[0], batch)
+        return self._forward_shapes(index, self._argument_shapes(index, batch))[0]
 
     def _forward_shapes(self, index: int, arguments: tuple[PyTree, ...]) -> PyTree:
         kind = self.kinds[index]
@@ -333,11 +370,11 @@ class StagedForward:
         """Compiles the programs for microbatches like `batch`."""
         programs = [stages.compile_forward(index, batch) for index in range(len(stages.kinds) - 1)]
 
-        def compile_forward(index: int, alone: PerGroupExecutable) -> MicrobatchExecutable:
-            overlap = Overlap([stages.kinds[stages.layer_kind(index, 1)].gather_exchange()], alone)
-            return stages.compile_forward(index, batch, overlap)
+        def compile_forward(index: int, alone: PerGroupExecutable, neighbours: tuple[int, ...]) -> MicrobatchExecutable:
+            (above,) = (stages.kinds[neighbour] for neighbour in neighbours)
+            return stages.compile_forward(index, batch, Overlap([above.gather_exchange()], alone))
 
-        gathering = stages.compile_overlapped(programs, compile_forward, min_layers=2)
+        gathering = stages.compile_overlapped(programs, compile_forward, stages.above)
         return cls(stages, programs, gathering)
 
     def __call__(
@@ -348,19 +385,23 @@ class StagedForward:
         Args:
             ready: all parameters, as returned by `Stages.prepare_params`.
             group: microbatches to compute.
-            saved: receives the values that each stage except the last saves for its backward pass.
+            saved: receives the values that each stage with a backward pass saves for it, except the last stage.
         """
         streams: Microbatches[PyTree] = group.microbatches.map(lambda _: None)
         queue, stages = Queue(), self.stages
         gathered: list[Params] | None = None
-        for call, following in pairwise(stages.order):
+        for position, (call, following) in enumerate(pairwise(stages.order)):
             gathered = stages.gather(ready, call) if gathered is None else gathered
-            overlaps = call.kind in self.gathering and stages.kinds[following.kind].layered
+            overlaps = call.kind in self.gathering and position in stages.above.positions
             results, gathered = self._run_stage(ready, group, call, streams, gathered, following if overlaps else None)
-            if saved is not None:
+            if saved is not None and stages.is_differentiated(call.kind):
                 saved.append(streams.map(lambda stream, result: SavedForBackward(stream, result[1]), results))
-            streams = results.map(lambda result: result[0])
-            if self.stages.kinds[call.kind].layered:
+            kind = stages.kinds[call.kind]
+            if kind.functions.shares_input:
+                streams = results.map(lambda result, stream: _fill_shared(result[0], stream), streams)
+            else:
+                streams = results.map(lambda result: result[0])
+            if kind.layered:
                 queue.push(streams)
         return streams
 
@@ -385,6 +426,11 @@ class StagedForward:
             return run(i, *arguments) if exchange is None else exchange.run_first(run, i, arguments)
 
         return group.microbatches.map(run_microbatch, streams), None if exchange is None else exchange.take_results()
+
+
+def _fill_shared(output: PyTree, stream: PyTree) -> PyTree:
+    """Returns the output of a stage, and the arrays of its input where the output has None."""
+    return jax.tree.map(lambda new, old: old if new is None else new, output, stream, is_leaf=lambda x: x is None)
 
 
 class Queue:

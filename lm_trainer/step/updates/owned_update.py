@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,8 @@ layer, or is shared by all weights."""
 
 
 _SMALL = 1 << 20
-"""Maximum number of elements of the weights of one layer that one program moves and another one updates."""
+"""Maximum number of elements of the weights of several layers, or of several weights of one layer, that one program
+moves and that another one updates."""
 
 _ROWS = "some weights"
 """Name, in plans, of the weights that a device updates at a time."""
@@ -123,6 +124,16 @@ def _find_kind(
     return "rows" if several else None
 
 
+class _Group(NamedTuple):
+    """Weights with equal numbers of layers whose rows one program moves."""
+
+    weights: Sequence[Weight]
+    gather: Program
+    scatter: Program
+    firsts: Sequence[np.int32]
+    """First row of each gather."""
+
+
 class OwnedUpdate:
     """Update in which each device updates the weights of some layers, in programs that do not depend on the mesh.
 
@@ -146,41 +157,62 @@ class OwnedUpdate:
         state = dict(zip(paths, jax.tree.leaves(shardings.opt_state), strict=True))
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._dealt = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-        self._groups = [*_group_weights(weights)]
-        self._gather, self._scatter = [], []
-        for group in self._groups:
-            stored = {w.name: [shardings.params[w.name], *(state[path] for path in w.own_arrays)] for w in group}
-            gather = jax.jit(partial(self._rows_of_all, group), out_shardings=self._dealt)
-            self._gather.append(Program("update: gather", gather, _ROWS))
-            # The state is updated in place.
-            scatter = jax.jit(partial(self._with_rows_of_all, group, stored), out_shardings=stored, donate_argnums=0)
-            self._scatter.append(Program("update: scatter", scatter, "new state"))
+        self._groups = [self._make_group(group, shardings, state) for group in _group_weights(weights)]
         self._programs: dict[str, list[Program]] = {}
 
+    def _make_group(
+        self, weights: Sequence[Weight], shardings: TrainedShardings, state: Mapping[str, NamedSharding]
+    ) -> _Group:
+        count, size = weights[0].count, sum(weight.size for weight in weights)
+        rounds = -(-count // self._shards)
+        # The largest divisor of the number of rounds that keeps what a program moves small.
+        at_once = max(n for n in range(1, rounds + 1) if rounds % n == 0 and (n == 1 or n * size <= _SMALL))
+        stored = {w.name: [shardings.params[w.name], *(state[path] for path in w.own_arrays)] for w in weights}
+        gather = jax.jit(partial(self._rows_of_all, weights, at_once), out_shardings=self._dealt)
+        # The state is updated in place.
+        scatter = jax.jit(partial(self._with_rows_of_all, weights, stored), out_shardings=stored, donate_argnums=0)
+        firsts = [np.int32(n * self._shards) for n in range(0, rounds, at_once)]
+        return _Group(
+            weights,
+            Program("update: gather", gather, _ROWS),
+            Program("update: scatter", scatter, "new state"),
+            firsts,
+        )
+
     @cached_property
-    def _firsts(self) -> list[jax.Array]:
-        rounds = range(-(-max(weight.count for weight in self._weights) // self._shards))
-        return [replicate(np.int32(i * self._shards), self._mesh) for i in rounds]
+    def _firsts(self) -> list[list[jax.Array]]:
+        """First row of each gather of each group. Sent once, because transfers would cost time in every step."""
+        return [[replicate(first, self._mesh) for first in group.firsts] for group in self._groups]
 
     def _kinds(self, weight: Weight) -> list[Kind]:
         """Returns the kinds of the parameter and of its arrays in the optimizer state."""
         return ["row", *weight.own_arrays.values()]
 
     def _rows_of_all(
-        self, group: Sequence[Weight], arrays: Rows, grads: Params, first: jax.Array
-    ) -> tuple[Rows, Params]:
-        rows = {w.name: self._take_rows(w, self._kinds(w), arrays[w.name], first) for w in group}
-        return rows, {w.name: self._take_rows(w, ["row"], [grads[w.name]], first)[0] for w in group}
+        self, weights: Sequence[Weight], rounds: int, arrays: Rows, grads: Params, first: jax.Array
+    ) -> list[tuple[Rows, Params]]:
+        """Returns, for each round, the next rows of all weights with their states, and of their gradients."""
+
+        def rows_at(start: jax.Array) -> tuple[Rows, Params]:
+            rows = {w.name: self._take_rows(w, self._kinds(w), arrays[w.name], start) for w in weights}
+            return rows, {w.name: self._take_rows(w, ["row"], [grads[w.name]], start)[0] for w in weights}
+
+        return [rows_at(first + n * self._shards if n else first) for n in range(rounds)]
 
     def _with_rows_of_all(
         self,
-        group: Sequence[Weight],
+        weights: Sequence[Weight],
         shardings: Mapping[str, Sequence[NamedSharding]],
         arrays: Rows,
-        rows: Rows,
+        rounds: Sequence[Rows],
         first: jax.Array,
     ) -> Rows:
-        return {w.name: self._replace_rows(w, shardings[w.name], arrays[w.name], rows[w.name], first) for w in group}
+        for n, rows in enumerate(rounds):
+            start = first + n * self._shards if n else first
+            arrays = {
+                w.name: self._replace_rows(w, shardings[w.name], arrays[w.name], rows[w.name], start) for w in weights
+            }
+        return arrays
 
     def _take_rows(
         self, weight: Weight, kinds: Sequence[Kind], arrays: Sequence[jax.Array], first: jax.Array
@@ -233,16 +265,19 @@ class OwnedUpdate:
         del curvature  # these rules use no curvature
         old = dict(zip(self._paths, jax.tree.leaves(opt_state), strict=True))
         params, state, metrics = dict(params), dict(old), None
-        for group, gather, scatter in zip(self._groups, self._gather, self._scatter, strict=True):
-            arrays = {w.name: [params[w.name], *(state[path] for path in w.own_arrays)] for w in group}
-            group_grads = {w.name: grads[w.name] for w in group}
-            for first in self._firsts[: -(-group[0].count // self._shards)]:
-                shared = {path: old[path] for weight in group for path in weight.shared}
-                rows, row_grads = wait_on_cpu(gather(arrays, group_grads, first))
-                rows, new_shared, metrics = self._run_update(group, rows, row_grads, shared, scalars)
-                state |= new_shared
-                arrays = wait_on_cpu(scatter(arrays, rows, first))
-            for weight in group:
+        for group, firsts in zip(self._groups, self._firsts, strict=True):
+            weights = group.weights
+            arrays = {w.name: [params[w.name], *(state[path] for path in w.own_arrays)] for w in weights}
+            group_grads = {w.name: grads[w.name] for w in weights}
+            shared = {path: old[path] for weight in weights for path in weight.shared}
+            for first in firsts:
+                rounds = list[Rows]()
+                for rows, row_grads in wait_on_cpu(group.gather(arrays, group_grads, first)):
+                    new_rows, new_shared, metrics = self._run_update(weights, rows, row_grads, shared, scalars)
+                    rounds.append(new_rows)
+                    state |= new_shared
+                arrays = wait_on_cpu(group.scatter(arrays, rounds, first))
+            for weight in weights:
                 params[weight.name] = arrays[weight.name][0]
                 state |= dict(zip(weight.own_arrays, arrays[weight.name][1:], strict=True))
         assert metrics is not None, "there are weights"
@@ -259,6 +294,8 @@ class OwnedUpdate:
         """Makes each device update its own rows, which are consumed."""
         arguments = (rows, grads, shared, dict(scalars))
         programs = self._compile_group(group, *arguments)
+        if self._mesh.size == 1:
+            return programs[0](*arguments)
         leaves, structure = jax.tree.flatten(arguments)
         parts = [shards_by_device(x) for x in leaves]
         results = [
