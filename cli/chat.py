@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from cli import clean
-from cli.common import CheckpointOption, ModelArgument
+from cli.common import CheckpointOption, ModelArgument, print_generation_note
 
 
 def chat(
@@ -51,8 +51,15 @@ def chat(
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     chosen = local_devices(devices)
     source = open_model(model, step=step, devices=chosen)
-    sampling = dataclasses.replace(sampling, eos_id=source.end_ids)
-    talk = Chat(source.build(chosen), source.tokenizer, context=source.config.seq_len, sampling=sampling, system=system)
+    print_generation_note(source)
+    talk = Chat(
+        source.build(chosen),
+        source.tokenizer,
+        context=source.config.seq_len,
+        sampling=dataclasses.replace(sampling, eos_id=source.end_ids),
+        system=system,
+        stop=source.stop_texts,
+    )
     prompt = "> " if sys.stdin.isatty() else ""
     while True:
         try:

@@ -16,6 +16,7 @@ from lm_trainer.core.files import HUB_NAME, expand_home, path_problem
 
 if TYPE_CHECKING:
     from lm_trainer.config.loader import LoadedConfig
+    from lm_trainer.export.huggingface import TextModel
     from lm_trainer.run.config.run_config import RunConfig
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -218,6 +219,12 @@ def resolve_model_section(run: "RunConfig", config: Path) -> "RunConfig":
     from lm_trainer.run.weights.pretrained import resolve_model
 
     return resolve_model(run, config.stem)
+
+
+def print_generation_note(model: "TextModel") -> None:
+    """Prints a note on stderr about generation settings of a model that are not computed here, if there are any."""
+    if model.generation_note:
+        clean.secho(f"note: {model.generation_note}", err=True, fg=typer.colors.YELLOW)
 
 
 def print_error(error: UserError) -> int:

@@ -59,8 +59,7 @@ def new(
     }
     answers = {name: option or _ask(question, _DEFAULTS[name]) for name, (option, question) in questions.items()}
     choices = Choices(answers["model"], answers["size"], answers["data"], answers["devices"])
-    text = write_first_file(choices).replace("FILE", str(file))
-    write_atomically(file, text)
+    write_atomically(file, write_first_file(choices, str(file)))
     clean.echo(f"wrote {file}; next: lmt plan {file} --devices {choices.devices}, lmt train {file}")
 
 

@@ -114,7 +114,7 @@ def load_configuration_and_step(ctx: typer.Context, run: str, overrides: list[st
 def _print_occurrence(occurrence: "Occurrence", last: int | None, *, named: bool) -> None:
     # A single data set has no name.
     split = occurrence.cache if named else occurrence.cache.rpartition("/")[2]
-    clean.echo(f"{split}: {occurrence.where}, character {occurrence.character}")
+    clean.echo(f"{split}: {occurrence.where}, document {occurrence.document}, character {occurrence.character}")
     clean.echo(f"  {_describe_steps(occurrence, last)}")
 
 
@@ -122,6 +122,8 @@ def _describe_steps(occurrence: "Occurrence", last: int | None) -> str:
     steps = occurrence.trained_at
     if occurrence.excluded:
         return "left out by data.exclude"
+    if not occurrence.counts:
+        return "does not count, by data.without"
     if not steps:
         return "held out" if occurrence.cache.endswith("validation") else "not trained on by the last step"
     past = [training for training in steps if last is None or training.step <= last]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from cli import clean
-from cli.common import CheckpointOption, ModelArgument, path_option
+from cli.common import CheckpointOption, ModelArgument, path_option, print_generation_note
 from cli.trace import DataTrace
 from lm_trainer.core.errors import UserError
 
@@ -93,6 +93,7 @@ def generate(
     data = DataTrace(model) if trace else None
     chosen = local_devices(devices)
     source = open_model(model, step=step, devices=chosen)
+    print_generation_note(source)
     if len(prompts) == num_samples == 1 and not json_lines and data is None:
         pieces = stream_text(source, prompts[0], sampling, stop=stop or (), devices=chosen)
         first = next(pieces, "")

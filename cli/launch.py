@@ -27,6 +27,27 @@ Devices = Annotated[
 ]
 
 
+Restarts = Annotated[
+    int,
+    typer.Option(
+        "--restarts",
+        metavar="R",
+        min=0,
+        help="Start again up to R times after a process was killed, with the processes that are left.",
+    ),
+]
+LocalNodes = Annotated[
+    int, typer.Option("--nodes", metavar="M", min=1, help="Machines that each run this command for one run.")
+]
+NodeIndex = Annotated[int, typer.Option("--node", metavar="I", min=0, help="Number of this machine, from 0.")]
+Coordinator = Annotated[
+    str | None,
+    option_without_default(
+        "--coordinator", metavar="HOST:PORT", help="With --nodes: the first machine, and a free port of it."
+    ),
+]
+
+
 # Options of `slurm`, in the order of its help text.
 ProcessesOrNodes = Annotated[
     int | None,
@@ -74,27 +95,38 @@ def local(
     processes: Processes,
     overrides: OverridesArgument = None,
     devices_per_process: Devices = None,
+    restarts: Restarts = 0,
+    nodes: LocalNodes = 1,
+    node: NodeIndex = 0,
+    coordinator: Coordinator = None,
 ) -> None:
-    """Train in N processes on this machine.
+    """Train in N processes on this machine, or on each of several machines.
 
     The processes share the machine's GPUs (or the GPUs in CUDA_VISIBLE_DEVICES) equally. Without GPUs, each has one CPU
     device. Each line of output starts with the number of its process. Ctrl-C makes all processes save and stop, and a
     second Ctrl-C stops them immediately. If a process fails, the failure is reported, the other processes are stopped,
-    and the exit code of the failed process is returned.
+    and the exit code of the failed process is returned. With `--restarts`, the run resumes from its newest checkpoint
+    with the remaining processes after a process was killed.
 
     Examples:
-        lmt launch local my.yaml -n 8
+        lmt launch local my.yaml -n 8 --restarts 3
 
         lmt launch local my.yaml -n 2 --devices-per-process 2 trainer.num_train_steps=100
     """
     # Errors are found here once, instead of in each process.
     run = load_run_config(ctx, config, overrides)
     if devices_per_process is not None:
-        check_device_count(run, processes * devices_per_process)
-    from lm_trainer.launch.local import launch_local
+        check_device_count(run, nodes * processes * devices_per_process)
+    from lm_trainer.launch.local import Nodes, launch_local
 
-    arguments = _training_arguments(config, overrides)
-    raise typer.Exit(launch_local(arguments, processes, devices_per_process=devices_per_process, write=clean.echo))
+    code = launch_local(
+        _training_arguments(config, overrides),
+        processes,
+        devices_per_process=devices_per_process,
+        write=clean.echo,
+        nodes=Nodes(nodes, node, coordinator, restarts),
+    )
+    raise typer.Exit(code)
 
 
 @app.command(context_settings=OVERRIDES)

@@ -1,7 +1,7 @@
 """`lmt launch k8s`: starts a run on Kubernetes."""
 
 import re
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,9 +18,6 @@ from cli.launch_options import (
     write_or_submit,
 )
 from lm_trainer.core.errors import UserError
-
-if TYPE_CHECKING:
-    from lm_trainer.launch.k8s import Gpus
 
 
 def k8s(
@@ -53,6 +50,16 @@ def k8s(
     slices: Annotated[int, typer.Option("--slices", metavar="S", min=1, help="TPU: slices that train together.")] = 1,
     nodes: Annotated[int, typer.Option("--nodes", metavar="M", min=1, help="GPU: number of nodes.")] = 1,
     gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", metavar="G", min=1, help="GPU: GPUs per node.")] = 8,
+    processes_per_node: Annotated[
+        int | None,
+        typer.Option(
+            "--processes-per-node",
+            metavar="P",
+            min=1,
+            help="GPU: processes that share the GPUs of a node equally.",
+            show_default="one per GPU",
+        ),
+    ] = None,
     name: Annotated[
         str | None,
         option_without_default(
@@ -97,10 +104,11 @@ def k8s(
     """Write a Kubernetes manifest (a JobSet) for a run, or apply it with kubectl.
 
     Supports TPU slices of Google Kubernetes Engine, with one pod per machine, and nodes with NVIDIA GPUs, with one pod
-    per node. The manifest contains the configuration. A run that stopped with everything saved (exit code 75) is
-    restarted any number of times. After a crash or the loss of a machine, it is restarted up to `--max-restarts` times.
-    An invalid configuration or a non-finite loss ends it. `trainer.checkpointer.base_path` must be in a bucket, or,
-    like `trainer.log_dir`, on a volume that all pods share. The cluster needs JobSet 0.10.1 or newer.
+    per node and one process per GPU. The manifest contains the configuration. A run that stopped with everything saved
+    (exit code 75) is restarted any number of times. After a crash or the loss of a machine, it is restarted up to
+    `--max-restarts` times. An invalid configuration or a non-finite loss ends it. `trainer.checkpointer.base_path` must
+    be in a bucket, or, like `trainer.log_dir`, on a volume that all pods share. The cluster needs JobSet 0.10.1 or
+    newer.
 
     Examples:
         lmt launch k8s my.yaml --image IMAGE --accelerator v5p-128 trainer.checkpointer.base_path=gs://bucket/runs
@@ -109,16 +117,21 @@ def k8s(
     """
     run = load_resolved_config(ctx, config, overrides)
     from lm_trainer.config.render import to_yaml
-    from lm_trainer.launch.k8s import KubernetesJob, apply_manifest, build_manifest
+    from lm_trainer.launch.k8s import Gpus, KubernetesJob, apply_manifest, build_manifest
     from lm_trainer.launch.tpu_slices import find_tpu_slice, is_tpu
     from lm_trainer.launch.volumes import parse_volumes
 
     if is_tpu(accelerator):
-        if nodes != 1:
-            raise UserError("--nodes is for GPUs; the nodes of a TPU slice follow from its topology")
+        if nodes != 1 or processes_per_node is not None:
+            raise UserError(
+                "--nodes and --processes-per-node are for GPUs; the nodes of a TPU slice follow from its topology, and "
+                "each has one process"
+            )
         hardware = find_tpu_slice(accelerator, topology, chips_per_node)
     else:
-        hardware = _make_gpus(accelerator, nodes, gpus_per_node, tpu_options=(topology, chips_per_node, slices > 1))
+        _refuse_tpu_options(accelerator, topology, chips_per_node, slices > 1)
+        kind = _parse_gpu_kind(accelerator)
+        hardware = Gpus(nodes, gpus_per_node, kind, processes_per_node or gpus_per_node)
     job = KubernetesJob(
         name=name or resource_name(config),
         image=image,
@@ -147,19 +160,21 @@ def k8s(
     write_or_submit(build_manifest(job, text, file_name), output, apply_manifest if submit else None)
 
 
-def _make_gpus(accelerator: str, nodes: int, per_node: int, tpu_options: tuple[object, ...]) -> "Gpus":
-    from lm_trainer.launch.k8s import Gpus
-
-    if any(tpu_options):
+def _refuse_tpu_options(accelerator: str, *options: object) -> None:
+    if any(options):
         raise UserError(f"--topology, --chips-per-node and --slices are for TPUs, and {accelerator} is none")
+
+
+def _parse_gpu_kind(accelerator: str) -> str | None:
+    """Returns the label of nodes with these GPUs; None for any GPU."""
     if accelerator == "gpu":
-        return Gpus(nodes, per_node)
+        return None
     if not accelerator.startswith("nvidia-"):
         raise UserError(
             f"--accelerator {accelerator!r} is neither a TPU (v4, v5e, v5p, v6e, tpu7x, with a size as in v5p-128) nor "
             f"a GPU (nvidia-h100-80gb and the like, as nodes are labelled, or gpu)"
         )
-    return Gpus(nodes, per_node, accelerator)
+    return accelerator
 
 
 def _warn_about_slices(slices: int, replicas: int) -> None:

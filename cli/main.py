@@ -7,6 +7,7 @@ from typer.core import TyperGroup
 
 from cli import (
     bench,
+    bisect,
     branch,
     chat,
     clean,
@@ -21,6 +22,7 @@ from cli import (
     ladder,
     launch,
     plan,
+    prove,
     replay,
     report,
     runs,
@@ -30,6 +32,7 @@ from cli import (
     transcribe,
     usage,
     verify,
+    without,
 )
 from cli.common import OVERRIDES, print_error
 from cli.log_lines import show_log_lines
@@ -105,6 +108,7 @@ TRAIN, LOOK, MODELS, DATA = "Train", "Look at runs and configurations", "Use mod
 
 app.command(context_settings=OVERRIDES, rich_help_panel=TRAIN)(train.train)
 app.command(context_settings=OVERRIDES, rich_help_panel=TRAIN)(branch.branch)
+app.command(rich_help_panel=TRAIN)(without.without)
 app.command(context_settings=OVERRIDES, rich_help_panel=TRAIN)(sweep.sweep)
 app.command(context_settings=OVERRIDES, rich_help_panel=TRAIN)(plan.plan)
 app.add_typer(ladder.app, name="ladder", rich_help_panel=TRAIN)
@@ -115,7 +119,9 @@ app.command(rich_help_panel=LOOK)(report.report)
 app.command(rich_help_panel=LOOK)(tokens.tokens)
 app.command(rich_help_panel=LOOK)(diff.diff)
 app.command(context_settings=OVERRIDES, rich_help_panel=LOOK)(verify.verify)
+app.command(rich_help_panel=LOOK)(prove.prove)
 app.command(context_settings=OVERRIDES, rich_help_panel=LOOK)(replay.replay)
+app.add_typer(bisect.app, name="bisect", rich_help_panel=LOOK)
 app.add_typer(golden.app, name="golden", rich_help_panel=LOOK)
 app.command("eval", context_settings=OVERRIDES, rich_help_panel=MODELS)(eval.evaluate)
 app.command(rich_help_panel=MODELS)(generate.generate)

@@ -132,7 +132,7 @@ def _replay_lines(name: str, done: "Replay", top_k: int) -> Iterator[str]:
     yield ""
     yield "hardest tokens, in nats, for the weights before the step, without dropout"
     for token in done.tokens:
-        yield f"  {token.loss:8.4f}  {_format_in_context(token)}"
+        yield f"  {token.loss:8.4f}  {format_in_context(token)}"
         yield f"            row {token.row}, position {token.position}, {done.source_of_token(token)}"
     if done.gradients:
         yield f"\ngradients: {done.gradients}"
@@ -152,8 +152,8 @@ def _norm_lines(norms: "dict[str, Norms]", top_k: int) -> Iterator[str]:
         yield f"and {len(ordered) - top_k} more, of smaller gradients (--top-k, --json)"
 
 
-def _format_in_context(token: "HardToken") -> str:
-
+def format_in_context(token: "HardToken") -> str:
+    """Returns a token in brackets between the tokens before and after it, on one line."""
     prefix, target, suffix = (
         text.replace("\n", "\\n").replace("\t", "\\t") for text in (token.before, token.token, token.after)
     )

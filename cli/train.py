@@ -54,7 +54,13 @@ def train(
 
 
 def train_to_end(
-    run: "RunConfig", config: Path, overrides: list[str], notes: list[str], *, allow_config_change: bool = False
+    run: "RunConfig",
+    config: Path,
+    overrides: list[str],
+    notes: list[str],
+    *,
+    allow_config_change: bool = False,
+    until: int | None = None,
 ) -> None:
     """Trains a run, and prints its progress and summary.
 
@@ -64,6 +70,7 @@ def train_to_end(
         overrides: settings that override the file.
         notes: notes to print first.
         allow_config_change: continue a run that was started with another configuration or other data.
+        until: step after which to end the run; None means `trainer.num_train_steps`.
     """
     from lm_trainer.health.power_off import shut_down_at_exit
     from lm_trainer.parallel.processes import is_lead
@@ -74,10 +81,12 @@ def train_to_end(
     shut_down_at_exit(run.trainer.shutdown_at_exit)
     with (
         explain_out_of_memory(run, config, overrides),
-        Progress(run.trainer.num_train_steps) as progress,
+        Progress(until or run.trainer.num_train_steps) as progress,
     ):
         for note in notes:
             progress.note(note)
-        summary = run_training(run, name=config.stem, progress=progress, allow_config_change=allow_config_change)
+        summary = run_training(
+            run, name=config.stem, progress=progress, allow_config_change=allow_config_change, until=until
+        )
     for line in summary.lines() if is_lead() else ():
         clean.echo(line)

@@ -76,6 +76,16 @@ for _secret in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"):
     os.environ.pop(_secret, None)
 
 
+SLOW_FILES = pytest.StashKey[set[str]]()
+"""Files below the root in which this session has collected slow tests, whichever it runs."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before the marker expression deselects tests
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = (item.path for item in items if item.get_closest_marker("slow"))
+    config.stash[SLOW_FILES] = {path.relative_to(ROOT).as_posix() for path in slow}
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """Spares the garbage collector all that was imported, and most of its visits while JAX traces programs."""
@@ -153,8 +163,8 @@ def lmt_environment(*, devices: int = 1, env: Mapping[str, str] | None = None) -
 
 
 def users_environment() -> dict[str, str]:
-    """This process's environment for a program of a user or a peer, which may broadcast as JAX does by default."""
-    return {name: value for name, value in os.environ.items() if name != "JAX_NUMPY_RANK_PROMOTION"}
+    """As `lmt_environment`, for a program of a user or a peer, which may broadcast as JAX does by default."""
+    return {name: value for name, value in lmt_environment().items() if name != "JAX_NUMPY_RANK_PROMOTION"}
 
 
 @pytest.fixture(scope="session")
@@ -316,8 +326,8 @@ def _write_hf_model(out: Path, config_class: str, model_class: str, seed: int, c
     model = getattr(transformers, model_class)(hf_config).float().eval()
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
         saved = model.state_dict()
         for name, buffer in model.named_buffers():

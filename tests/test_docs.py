@@ -121,6 +121,8 @@ def test_files_and_modules_that_a_page_names_exist(page: Path) -> None:
 
 
 FOREIGN_FILES = {
+    "convert_hf_to_gguf.py",
+    "convert_lora_to_gguf.py",
     "file.py",
     "gated.py",
     "hybrid.py",
@@ -178,7 +180,7 @@ def test_the_program_of_ones_own_loop_runs(tmp_path: Path) -> None:
     text = (ROOT / "docs/how-to/own-loop.md").read_text(encoding="utf-8")
     program = tmp_path / "program.py"
     program.write_text("\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)), encoding="utf-8")
-    env = {**users_environment(), "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    env = users_environment()
     result = subprocess.run([sys.executable, program], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} >= {

@@ -197,7 +197,7 @@ def test_the_table_of_features_is_true() -> None:
 
     assert lacking(hugging_face) == {"backpack"}
     assert lacking(tensor) == set()
-    assert lacking(context) == {"whisper", "mamba2", "qwen3_next"}
+    assert lacking(context) == {"whisper", "mamba2", "qwen3_next", "granite4"}
     mixtures = {name for name, cells in made_of.items() if "experts" in cells[3]}
     assert {"mixtral", "qwen3_moe"} < mixtures
     assert set(table) - lacking(expert) == mixtures

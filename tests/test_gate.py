@@ -15,7 +15,7 @@ import zstandard
 
 from tests import compile_cache
 from tests.compile_cache import open_cache, seal_cache
-from tests.conftest import ROOT, RunLmt, lmt_command, lmt_environment
+from tests.conftest import ROOT, SLOW_FILES, RunLmt, lmt_command, lmt_environment
 from tests.record import record
 from tests.selection import ImportGraph, marked_files
 from tests.warm_lmt import WarmLmt
@@ -167,8 +167,13 @@ print(json.dumps([name for name in sys.modules if name.split(".")[0] in names]))
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("test", ["tests/optim/test_kron.py", "tests/plan/test_search.py"])
+@pytest.mark.parametrize(
+    "test",
+    [
+        pytest.param("tests/optim/test_kron.py", marks=pytest.mark.exhaustive),
+        pytest.param("tests/plan/test_search.py", marks=pytest.mark.slow),
+    ],
+)
 def test_the_graph_holds_what_python_imports(test: str) -> None:
     module = test.removesuffix(".py").replace("/", ".")
     command = [sys.executable, "-c", IMPORTED.format(module=module)]
@@ -179,13 +184,11 @@ def test_the_graph_holds_what_python_imports(test: str) -> None:
     assert imported - {"benchmarks", "tests.warm_lmt"} <= ImportGraph(ROOT).modules_behind(test)
 
 
-@pytest.mark.slow
-def test_every_file_with_slow_tests_is_known() -> None:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-m", "slow", "-p", "no:cacheprovider"]
-    files = set(marked_files(ROOT, "slow"))
-    listed = subprocess.run(command, cwd=ROOT, env=lmt_environment(), capture_output=True, text=True, check=True)
-    collected = {line.split(":")[0] for line in listed.stdout.splitlines() if line.startswith("tests/")}
-    assert collected <= files
+def test_every_file_with_slow_tests_is_known(pytestconfig: pytest.Config) -> None:
+    """The quick suite collects all files, and a session with one file that file alone."""
+    collected = pytestconfig.stash[SLOW_FILES]
+    assert "tests/test_gate.py" in collected
+    assert collected <= set(marked_files(ROOT, "slow"))
 
 
 FILES = {

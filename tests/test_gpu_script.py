@@ -11,6 +11,7 @@ import pytest
 from benchmarks.gpu import ROOT, make_parts
 from lm_trainer.config.loader import load
 from lm_trainer.run.config.run_config import RunConfig
+from tests.conftest import lmt_environment
 
 WORKLOADS = sorted((ROOT / "benchmarks/workloads").glob("*.yaml"))
 
@@ -26,7 +27,7 @@ def test_all_parts_together_take_no_more_than_the_time_that_is_said() -> None:
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks.gpu", "--small", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=ROOT, env=lmt_environment(), capture_output=True, text=True, check=False)
 
 
 def test_a_part_that_does_not_exist() -> None:

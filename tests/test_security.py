@@ -79,6 +79,7 @@ RUNS_SOMETHING = {
     "lm_trainer/data/sources/embedded.py": "modules of Python's library",
     "lm_trainer/health/alerts/sender.py": "trainer.alerts.command",
     "lm_trainer/health/power_off.py": "trainer.shutdown_at_exit",
+    "lm_trainer/reproduce/bisect_code.py": "the code of a checkout, which `lmt bisect code --code` names",
     "lm_trainer/run/files/environment.py": "git",
     "lm_trainer/sweep/running.py": "the command line",
     "lm_trainer/trackers/wandb.py": "git",

@@ -64,6 +64,7 @@ def _attention(family: Any) -> str:
         "latent": LatentSpec in kinds,
         "gated": any(attention.gated for attention in attentions),
         "sliding window": any(attention.window for attention in attentions),
+        "sinks": any(attention.sinks for attention in attentions),
         "grouped heads": any(attention.kv_heads < attention.num_heads for attention in attentions),
         "query and key norm": any(attention.qk_norm for attention in attentions),
         "soft cap": any(attention.scores.softcap for attention in attentions),

@@ -5,13 +5,18 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import jax
 import numpy as np
+import zstandard
+from jax._src import cache_key, compilation_cache
+from jax._src.compilation_cache_interface import CacheInterface
 from jax.experimental import serialize_executable
 from jaxlib import xla_client
 from jaxlib.mlir import ir
@@ -24,6 +29,19 @@ def cudnn_version() -> int | None:
     from jax._src.lib import cuda_versions
 
     return None if cuda_versions is None else int(cuda_versions.cudnn_get_version())
+
+
+def add_checksums_to_cached_programs() -> None:
+    """Makes JAX store compiled programs in its cache with a checksum, which zstd compares whenever it reads one.
+
+    JAX itself stores none, so a flipped bit of a file could become a part of the machine code.
+    """
+
+    def compress(executable: bytes) -> bytes:
+        # All of zstd's packages, also Python 3.14's own, read such a file.
+        return zstandard.ZstdCompressor(write_checksum=True).compress(executable)
+
+    compilation_cache.compress_executable = compress
 
 
 def load_on_device_sets(
@@ -82,3 +100,72 @@ def configure_custom_calls(
     assert isinstance(module, ir.Module)
     # This module is the one that will be compiled, not a copy of it.
     module.operation.walk(visit)
+
+
+_hash_compile_options = cache_key._hash_serialized_compile_options
+
+
+def _hash_compile_options_without_paths(hash_obj: Any, options: Any, strip_device_assignment: bool = False) -> None:
+    options = copy.deepcopy(options)
+    options.executable_build_options.debug_options.xla_gpu_per_fusion_autotune_cache_dir = ""
+    options.executable_build_options.debug_options.xla_gpu_kernel_cache_file = ""
+    _hash_compile_options(hash_obj, options, strip_device_assignment)
+
+
+def use_keys_without_paths() -> None:
+    """Makes the keys of compiled programs independent of the directory of JAX's compilation cache.
+
+    XLA stores its kernel choices in the same directory, whose path JAX includes in the keys.
+    """
+    cache_key._hash_serialized_compile_options = _hash_compile_options_without_paths
+
+
+class ProgramStore(Protocol):
+    """Serialized programs by key, in the format of JAX's compilation cache. Called from several threads."""
+
+    def get(self, key: str) -> bytes | None:
+        """Returns a program; None if the store does not have it."""
+        ...
+
+    def put(self, key: str, content: bytes) -> None:
+        """Stores a program. Replaces a program with the same key, which JAX could not load."""
+        ...
+
+
+@contextmanager
+def compile_through(store: ProgramStore) -> Iterator[None]:
+    """Returns a context in which JAX looks for programs in `store` first, and then in its compilation cache.
+
+    In this context, the store also receives every program that JAX reads from the cache or writes to it.
+    """
+    open_cache = compilation_cache.get_file_cache
+
+    def open_both(path: str) -> tuple[CacheInterface, str] | None:
+        opened = open_cache(path)
+        return None if opened is None else (_CacheWithStore(store, opened[0]), opened[1])
+
+    compilation_cache.get_file_cache = open_both
+    # JAX opens the cache only once.
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        compilation_cache.get_file_cache = open_cache
+        compilation_cache.reset_cache()
+
+
+class _CacheWithStore(CacheInterface):
+    """JAX's interface of a compilation cache."""
+
+    def __init__(self, store: ProgramStore, cache: CacheInterface):
+        self._store, self._cache, self._path = store, cache, cache._path
+
+    def get(self, key: str) -> bytes | None:
+        content = self._store.get(key)
+        if content is None and (content := self._cache.get(key)) is not None:
+            self._store.put(key, content)
+        return content
+
+    def put(self, key: str, value: bytes) -> None:
+        self._store.put(key, value)
+        self._cache.put(key, value)

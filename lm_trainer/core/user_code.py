@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import expand_home
+from lm_trainer.core.files import expand_home, path_problem
 
 _REFERENCE = re.compile(r"[^:]+(\.py|\w):[A-Za-z_]\w*")
 _FILE_REFERENCE = re.compile(r"[^:]+\.py:[A-Za-z_]\w*")
@@ -26,6 +26,7 @@ def check_reference(value: str) -> str:
     """
     if not _REFERENCE.fullmatch(value):
         raise ValueError(f"expected package.module:function or file.py:function, got {value!r}")
+    _check_path(value)
     return value
 
 
@@ -37,7 +38,14 @@ def check_file_reference(value: str) -> str:
     """
     if not _FILE_REFERENCE.fullmatch(value):
         raise ValueError(f"expected file.py:name, got {value!r}")
+    _check_path(value)
     return value
+
+
+def _check_path(reference: str) -> None:
+    path = reference.rpartition(":")[0]
+    if path.endswith(".py") and (problem := path_problem(path)):
+        raise ValueError(problem)
 
 
 def code_file(reference: str) -> Path:

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
-from lm_trainer.core.config import Config, IgnoredKey, LocalPath, LocalPathOrHubName
+from lm_trainer.core.config import Config, IgnoredKey, LocalPathOrHubName
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.result_keys import AffectsResults, Operational
 from lm_trainer.data.cache.kvstore import CachePath
@@ -24,6 +24,7 @@ from lm_trainer.data.sources.hub import HuggingFace
 from lm_trainer.data.sources.prebuilt import PrebuiltCache
 from lm_trainer.data.tokenizer import AnyTokenizer, TokenizerConfig, tokenizer_config
 from lm_trainer.data.tokenizer.fast import Backend
+from lm_trainer.data.without import DocumentLists, WithoutConfig
 
 
 def _as_list(value: object) -> object:
@@ -31,10 +32,6 @@ def _as_list(value: object) -> object:
 
 
 Urls = Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
-
-ExclusionFiles = Annotated[
-    list[LocalPath], BeforeValidator(_as_list, json_schema_input_type=LocalPath | list[LocalPath])
-]
 
 SINGLE_SET = "train"
 """Name of the only set in a configuration without `configs`."""
@@ -176,6 +173,10 @@ class SetConfig(Config):
         """True if the source yields ready-made rows to train on instead of text."""
         return isinstance(self.source, GrainPipeline) and self.source.elements == "rows"
 
+    @property
+    def has_documents_of_text(self) -> bool:
+        return not (self.gives_rows or self.format.is_paired or self.format.features_shape)
+
     def shards(self, split: Split) -> list[Shard]:
         """Lists the shards of one split; [] if the set does not have this split.
 
@@ -242,9 +243,12 @@ class DataConfig(SetConfig):
     max_train_batches: AffectsResults[PerSet | None] = None
     """Trains only on the first rows of a set, as many as fill this number of batches of the first step's size. Set for
     all sets or by name."""
-    exclude: AffectsResults[ExclusionFiles] = []
+    exclude: AffectsResults[DocumentLists] = []
     """Lists of training documents to leave out, as written by `lmt data dedup` and `lmt data overlap`. The run is the
     same as with text that lacks these documents, and no text is tokenised a second time."""
+    without: AffectsResults[WithoutConfig | None] = None
+    """Documents that never count, as for `lmt without`: unlike with `exclude`, all rows keep their places. A document
+    is padding in its rows, and the loss is the mean over the other tokens."""
     num_validation_sequences: AffectsResults[PerSet | None] = None
     """Number of rows to hold out at the end of the training text as validation text, for all sets or by name."""
 
@@ -282,6 +286,9 @@ class DataConfig(SetConfig):
         for key in ("epochs", "max_train_batches", "num_validation_sequences", "packing"):
             value = getattr(self, key)
             self._check_names(key, value if isinstance(value, dict) else {})
+        if self.without is not None:
+            text = {name: x.has_documents_of_text for name, x in self.sets.items()}
+            self.without.check(text, mixture=bool(self.configs))
         return self
 
     def _check_single_set(self) -> None:

@@ -191,6 +191,12 @@ class Data:
         """Returns the number of full batches until `data.stop_strategy` ends training; None if it never does."""
         return num_full_steps(self.train_order(schedule), _as_batch_schedule(schedule))
 
+    def counts(self, cache: str, document: int) -> bool:
+        """Returns False if `data.without` makes a document of a training cache (`NAME/train`) not count."""
+        name, _, split = cache.rpartition("/")
+        uncounted = self._row_builder.uncounted.get(name) if split == "train" else None
+        return uncounted is None or not uncounted.includes(document)
+
     def train_rows(self, schedule: int | BatchSchedule) -> grain.MapDataset[Batch]:
         """Returns the rows of a run in order, as a Grain dataset. Element i is row i, a `Batch` of fields [S].
 

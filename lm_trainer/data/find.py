@@ -74,6 +74,10 @@ class Occurrence(NamedTuple):
     """The rows that train on it, in step order. Empty for held-out and excluded documents, and beyond the last step."""
     excluded: bool = False
     """True if `data.exclude` leaves the document out."""
+    document: int = 0
+    """Number of the document in its cache, counted from 0."""
+    counts: bool = True
+    """False if `data.without` makes the document not count: its rows are read, but not its tokens."""
 
 
 class Needle:
@@ -302,9 +306,10 @@ class Tracer:
         cache = self._data.caches[name]
         (passage,) = iter_full_stream_passages(cache, self._data.tokenizer, match.first, 1)
         character = self._char_offset(cache, self._data.tokenizer, match, passage.offset)
-        trained = tuple(sorted(self._iter_training_steps(name, match)))
+        counts = self._data.counts(name, passage.document)
+        trained = tuple(sorted(self._iter_training_steps(name, match))) if counts else ()
         excluded = cache.position_of(match.first) is None
-        return Occurrence(name, passage.where, character, match, trained, excluded)
+        return Occurrence(name, passage.where, character, match, trained, excluded, passage.document, counts)
 
     def _iter_training_steps(self, name: str, match: Match) -> Iterator[TrainedAt]:
         if name not in self._index:

@@ -9,6 +9,7 @@ from lm_trainer.data.cache.format import fingerprint
 from lm_trainer.data.config import DataConfig
 from lm_trainer.data.rows.row_builder import RowBuilder
 from lm_trainer.data.rows.train_sets import TrainSets
+from lm_trainer.data.rows.uncounted import uncounted_digests
 from lm_trainer.data.tokenize.open_cache import OpenCache
 
 
@@ -59,6 +60,7 @@ class DataIdentity:
             "limits": [config.value_for_set(config.max_train_batches, name) for name in config.trained],
             **self._long_document_settings(),
             **({"excluded": excluded} if (excluded := self._exclusion_digests()) else {}),
+            **({"without": digests} if (digests := uncounted_digests(self.row_builder.uncounted)) else {}),
             **self._feature_settings(),
         }
 

@@ -30,6 +30,8 @@ class Passage(NamedTuple):
     """Number of tokens of the document before the passage."""
     tokens: int
     text: str
+    document: int
+    """Number of the document in its cache, counted from 0, including excluded documents."""
 
 
 class RowDocuments(NamedTuple):
@@ -95,7 +97,10 @@ def iter_full_stream_passages(cache: OpenCache, tokenizer: Tokenizer, start: int
             offset = start - piece_start + (0 if index else find_first_piece(cache.store, ledger, part)[1])
             ids = cache.whole.read(np.array([start]), length)[0].tolist()
             source = find_source(cache.store, ledger, cache.shards, part, index)
-            yield Passage(source, offset, length, tokenizer.decode(ids))
+            # `documents` counts the documents that end in a part, so the first piece of the next part continues the
+            # numbering whether or not it continues a document.
+            number = sum(ledger.documents[:part]) + index
+            yield Passage(source, offset, length, tokenizer.decode(ids), number)
             start, count = start + length, count - length
             if not count:
                 return

@@ -11,7 +11,7 @@ the text that transformers generates, and is not supported here. `of the program
 or adds other results. All fields are kept from import to export."""
 
 GENERATION_FIELDS: Mapping[str, Use] = {
-    "eos_token_id": "obeyed",
+    **dict.fromkeys(("eos_token_id", "stop_strings"), "obeyed"),
     # For evaluation tasks, as in the evaluation harness with transformers.
     "repetition_penalty": "obeyed",
     **dict.fromkeys(
@@ -22,7 +22,7 @@ GENERATION_FIELDS: Mapping[str, Use] = {
     **dict.fromkeys(("bos_token_id", "pad_token_id"), "option"),
     **dict.fromkeys(
         (
-            *("min_length", "min_new_tokens", "stop_strings", "num_beams", "length_penalty", "early_stopping"),
+            *("min_length", "min_new_tokens", "num_beams", "length_penalty", "early_stopping"),
             *("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "renormalize_logits"),
             *("encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
             *("bad_words_ids", "sequence_bias", "exponential_decay_length_penalty"),
@@ -58,6 +58,17 @@ _NEUTRAL: Mapping[str, Any] = {
 def generation_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the generation settings that transformers derives from a config.json without a generation_config.json."""
     return {name: config[name] for name in GENERATION_FIELDS if config.get(name) is not None}
+
+
+def describe_unsupported(generation: Mapping[str, Any]) -> str | None:
+    """Returns a note about the fields that `unsupported_fields` yields; None if there are none."""
+    fields = ", ".join(f"{name}={value!r}" for name, value in unsupported_fields(generation))
+    if not fields:
+        return None
+    return (
+        f"the model's generation_config.json asks for {fields}, by which transformers writes other answers; it is not "
+        f"computed here"
+    )
 
 
 def unsupported_fields(generation: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -16,9 +16,10 @@ from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import UserError
 from lm_trainer.export.card import TrainingFacts, model_card
 from lm_trainer.export.files import CONFIG, FILES, GENERATION
+from lm_trainer.export.generation_fields import describe_unsupported
 from lm_trainer.export.output import atomic_directory
 from lm_trainer.export.peft_files import AdaptedWeights, base_model_directory, is_adapter_directory
-from lm_trainer.export.settings import HfSettings
+from lm_trainer.export.settings import HfSettings, is_read_quantization
 from lm_trainer.export.weights import Weights, read_json, write_weights
 from lm_trainer.models import hf
 from lm_trainer.models.hf_section import allows_any_length
@@ -55,6 +56,16 @@ class TextModel:
     def end_ids(self) -> tuple[int, ...]:
         """Tokens that end a text; the tokenizer's end token comes first."""
         return all_end_ids(self.tokenizer, self.settings)
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """Texts that end a text, in addition to the tokens."""
+        return self.settings.stop_texts if self.settings else ()
+
+    @property
+    def generation_note(self) -> str | None:
+        """Note about generation settings of the model that are not computed here; None if there are none."""
+        return describe_unsupported(self.settings.generation) if self.settings else None
 
     def build(self, devices: Sequence[Any] | None = None) -> Decoder:
         """Builds the module with these parameters. Shards them over `devices` (None: all of this process) unless they
@@ -222,9 +233,9 @@ def _untie_distinct_head(config: DecoderConfig, vocab_size: int, directory: Path
 
 
 def _refuse_quantized(raw: Mapping[str, Any]) -> None:
-    """Raises `UserError`, with the name of the method, for a config.json of a model with quantized weights."""
+    """Raises `UserError`, with the name of the method, for a config.json of weights in a format that is not read."""
     block = raw.get("quantization_config")
-    if not block:
+    if not block or is_read_quantization(block):
         return
     named = block.get("quant_method") if isinstance(block, Mapping) else None
     # Files written by early versions of bitsandbytes name no method.

@@ -43,7 +43,7 @@ class HfSettings:
             UserError: for the same reasons as in `read_copied_files`, for a damaged file, and for an end token that is
                 not an id.
         """
-        config = read_json(directory / CONFIG)
+        config = _without_quantization(read_json(directory / CONFIG))
         generation_file, preprocessor_file = directory / GENERATION, directory / PREPROCESSOR
         generation = read_json(generation_file) if generation_file.is_file() else generation_from_config(config)
         if not all(isinstance(end, int) for end in _as_list(generation.get("eos_token_id"))):
@@ -70,6 +70,11 @@ class HfSettings:
     def end_ids(self) -> tuple[int, ...]:
         """Tokens that end a text."""
         return tuple(_as_list(self.generation.get("eos_token_id")))
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """Texts that end a text."""
+        return tuple(text for text in _as_list(self.generation.get("stop_strings")) if isinstance(text, str) and text)
 
     def with_end_token(self, token: int) -> Self:
         """Returns settings for a model with an additional end token."""
@@ -144,6 +149,21 @@ class HfSettings:
             (directory / name).write_text(text + "\n", encoding="utf-8")
         for name, content in self.files.items():
             (directory / name).write_bytes(content)
+
+
+def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    block = config.get("quantization_config")
+    return {key: x for key, x in config.items() if key != "quantization_config" or not is_read_quantization(block)}
+
+
+def is_read_quantization(block: object) -> bool:
+    """Returns True if a `quantization_config` describes weights that are read: in MXFP4, or in NF4 of bitsandbytes.
+
+    They are not written, so exports have no such field.
+    """
+    if not isinstance(block, Mapping):
+        return False
+    return block.get("quant_method") == "mxfp4" or block.get("bnb_4bit_quant_type") == "nf4"
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -32,18 +32,26 @@ class Chat:
         context: maximum context length of the model, in tokens.
         sampling: sampling settings. Their end tokens end an answer in addition to the end token of the template.
         system: instructions at the beginning of the conversation (system prompt).
+        stop: texts that end an answer. They are not included in it.
 
     Raises:
         UserError: if there is no chat template, or the template rejects the instructions.
     """
 
     def __init__(
-        self, model: Decoder, tokenizer: HfTokenizer, *, context: int, sampling: Sampling, system: str | None = None
+        self,
+        model: Decoder,
+        tokenizer: HfTokenizer,
+        *,
+        context: int,
+        sampling: Sampling,
+        system: str | None = None,
+        stop: Sequence[str] = (),
     ):
         self._model, self._tokenizer, self._context = to_decoding_layout(model, sampling.dtype), tokenizer, context
         self._template = compile_template(tokenizer)
         self._start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        self.messages = list(self._start)
+        self.messages, self._stop = list(self._start), tuple(stop)
         self._sampling = replace(sampling, eos_id=(*sampling.end_ids, tokenizer.eos_id, *self._turn_end_ids()))
 
     def reset(self) -> None:
@@ -63,7 +71,7 @@ class Chat:
                 f"the conversation has {len(ids)} tokens, but the model reads {self._context}; begin anew with /reset"
             )
         answer_pieces: list[str] = []
-        pieces = stream_tokens(generate_stream, self._model, self._tokenizer, ids, self._sampling, stop=())
+        pieces = stream_tokens(generate_stream, self._model, self._tokenizer, ids, self._sampling, stop=self._stop)
         try:
             for piece in pieces:
                 answer_pieces.append(piece)

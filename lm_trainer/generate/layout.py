@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from lm_trainer.core.broadcast import with_rank_of
 from lm_trainer.nn.cache import SplitKvCache
 from lm_trainer.nn.decoder import Decoder
+from lm_trainer.nn.layer_sections import slot_of_each_layer
 from lm_trainer.nn.linear import Linear
 from lm_trainer.nn.mixer_spec import cache_sizes
 
@@ -41,11 +42,11 @@ def to_decoding_layout(model: Decoder, dtype: DTypeLike = jnp.float32) -> Decode
         return model
     # A new module with the same arrays, so that the original stays unchanged.
     laid_out = nnx.merge(graph, jax.tree.map(jnp.asarray, state))
-    layers = len(laid_out.spec.blocks)
-    period = len(laid_out.blocks)
-    rows = [_single_layers(laid_out.blocks[str(j)], -(-(layers - j) // period)) for j in range(period)]
-    laid_out.blocks = nnx.Dict({str(i): rows[i % period][i // period] for i in range(layers)})
-    laid_out.spec = dataclasses.replace(laid_out.spec, scan=False)
+    layers_by_slot = laid_out.spec.layers_by_slot
+    rows = [_single_layers(laid_out.blocks[str(slot)], len(layers)) for slot, layers in enumerate(layers_by_slot)]
+    single_layers = [rows[slot][row] for slot, row in slot_of_each_layer(layers_by_slot)]
+    laid_out.blocks = nnx.Dict({str(number): block for number, block in enumerate(single_layers)})
+    laid_out.spec = dataclasses.replace(laid_out.spec, prefix=0, scan=False)
     for _, module in list(nnx.iter_modules(laid_out)):
         for name, child in list(vars(module).items()):
             if isinstance(child, Linear) and child.matmul is jnp.matmul:
@@ -65,7 +66,7 @@ class _TransposedLinear(nnx.Module):
 
     def __init__(self, linear: Linear, dtype: DTypeLike):
         self.in_shape, self.out_shape = linear.in_shape, linear.out_shape
-        weight = np.asarray(linear.weight[...])
+        weight = np.asarray(linear.matrix())
         stacked = weight.shape[: weight.ndim - len(self.in_shape) - len(self.out_shape)]
         flat = weight.reshape(*stacked, math.prod(self.in_shape), math.prod(self.out_shape))
         self.weight_OI = nnx.Param(_to_contiguous(np.swapaxes(flat, -1, -2), dtype))

@@ -111,7 +111,7 @@ def continue_texts(
         prompts: texts to continue.
         sampling: end conditions and sampling settings.
         num_samples: number of continuations per prompt.
-        stop: texts that end a continuation. They are not included in it.
+        stop: texts that end a continuation, in addition to the model's own. They are not included in it.
         devices: as for `TextModel.build`.
 
     Raises:
@@ -125,6 +125,7 @@ def continue_texts(
     if num_samples < 1:
         raise UserError(f"--num-samples {num_samples}: must be at least 1")
     _check_stop(stop)
+    stop = (*stop, *source.stop_texts)
     tokenizer = source.tokenizer
     rows = [row for prompt in prompts for row in [(prompt, _encode_within_context(source, prompt))] * num_samples]
     # All rows together, because a batch takes little longer than one row.
@@ -152,6 +153,7 @@ def stream_text(
     from lm_trainer.generate.layout import to_decoding_layout
 
     _check_stop(stop)
+    stop = (*stop, *source.stop_texts)
     ids, settings = _encode_within_context(source, prompt), replace(sampling, eos_id=source.end_ids)
     model = to_decoding_layout(source.build(devices), settings.dtype)
     yield from stream_tokens(generate_stream, model, source.tokenizer, ids, settings, stop=stop)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.formats.template import import_jinja, template_environment
+from lm_trainer.data.formats.template import import_jinja, refuse_addresses, template_environment
 from lm_trainer.data.tokenizer import HfTokenizer
 
 logger = logging.getLogger(__name__)
@@ -69,13 +69,15 @@ class TaskTemplate:
 
     def _render(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages=[dict(message) for message in messages],
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
+            refuse_addresses(text, messages)
+            return text
         except import_jinja().TemplateError:
             raise
         except Exception as error:  # a template is a program, and may raise anything

@@ -16,7 +16,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer import HfTokenizer
-from lm_trainer.export.generation_fields import unsupported_fields
+from lm_trainer.export.generation_fields import describe_unsupported
 from lm_trainer.export.huggingface import all_end_ids
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.generate.engine import generate_stream
@@ -72,7 +72,8 @@ class HarnessModel(TemplateLM):
         self._model, self._tokenizer, self._dtype = model, tokenizer, jnp.dtype(dtype)
         self._end_ids = all_end_ids(tokenizer, settings)
         self._generation = settings.generation if settings else {}
-        self._not_computed = ", ".join(f"{name}={value!r}" for name, value in unsupported_fields(self._generation))
+        self._generation_note = describe_unsupported(self._generation)
+        self._stop_texts = list(settings.stop_texts) if settings else []
         self.max_length = min(max_length or model.spec.num_positions, model.spec.num_positions)
 
     @property
@@ -159,12 +160,8 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continues each context until one of its stop texts."""
         del disable_tqdm
-        if self._not_computed:
-            logger.warning(
-                "the model's generation_config.json asks for %s, by which transformers writes other answers; it is not "
-                "computed here",
-                self._not_computed,
-            )
+        if self._generation_note:
+            logger.warning("%s", self._generation_note)
         results: list[str] = [""] * len(requests)
         arguments: list[Any] = [request.args for request in requests]
         groups: dict[str, list[int]] = {}
@@ -183,7 +180,7 @@ class HarnessModel(TemplateLM):
 
     def _generate(self, contexts: Sequence[str], gen_kwargs: dict[str, Any]) -> list[str]:
         kwargs: Any = normalize_gen_kwargs(gen_kwargs, MAX_GEN_TOKS)
-        until = handle_stop_sequences(kwargs.get("until"), eos=self._eos_text())
+        until = [*handle_stop_sequences(kwargs.get("until"), eos=self._eos_text()), *self._stop_texts]
         max_new_tokens = self._max_new_tokens(int(kwargs["max_gen_toks"]))
         settings = GenerateSettings(
             max_new_tokens=max_new_tokens,

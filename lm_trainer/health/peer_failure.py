@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -95,6 +95,11 @@ class FailureDetector:
                 # arrives. It is a daemon thread, because a blocking read must not prevent the process from exiting.
                 threading.Thread(target=self._listen, args=(index, connection), daemon=True).start()
         return self
+
+    @property
+    def process_names(self) -> Sequence[str]:
+        """Names of the processes with their hosts, in order; empty for a run of one process."""
+        return self._names
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

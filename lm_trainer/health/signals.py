@@ -9,17 +9,41 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from lm_trainer.core.errors import Preempted, Stopped
 from lm_trainer.core.terminal_loss import redirect_terminal_to_devnull, signals_to_handle
 from lm_trainer.parallel.flags import FlagExchange
 from lm_trainer.parallel.processes import is_lead
 
+if TYPE_CHECKING:
+    import numpy as np
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_SAME_REQUEST_SECONDS = {signal.SIGTERM: 1.0, signal.SIGHUP: 1.0, signal.SIGINT: 0.1}
+"""A signal that comes so soon after the first one is the same request. A person repeats Ctrl-C (SIGINT) faster.
+
+`timeout` sends a signal to its child and to the group of its child. systemd and SLURM send it to a launcher and to the
+processes that it forwards the signal to.
+"""
+
+
+class _Repeats:
+    """Tells requests to stop at once from repeated deliveries of the first request."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+
+    def is_second_request(self, number: int) -> bool:
+        """Records a signal. Returns True if it asks to stop at once."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+            return False
+        return now - self._first >= _SAME_REQUEST_SECONDS[signal.Signals(number)]
 
 
 def _exit_immediately(number: int) -> None:
@@ -49,10 +73,9 @@ class _SecondSignalWatcher:
         self._read.close()
 
     def _count_signals(self) -> None:
-        count = 0
+        repeats = _Repeats()
         while number := self._read.recv(1):
-            count += number[0] in self._signals
-            if count == 2:
+            if number[0] in self._signals and repeats.is_second_request(number[0]):
                 _exit_immediately(number[0])
 
 
@@ -64,7 +87,8 @@ os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 class _Handlers:
     """Context manager that handles SIGTERM, SIGINT and SIGHUP.
 
-    The second signal ends the process with exit code 128 + its number.
+    The second signal ends the process with exit code 128 + its number, unless it only repeats the first one (see
+    `_SAME_REQUEST_SECONDS`).
 
     In a process started by `nohup`, SIGHUP (sent when the terminal closes) remains ignored.
 
@@ -74,6 +98,7 @@ class _Handlers:
 
     def __init__(self) -> None:
         self.requested: str | None = None
+        self._repeats = _Repeats()
         self._previous: dict[int, Any] = {}
         self._second: _SecondSignalWatcher | None = None
 
@@ -94,8 +119,10 @@ class _Handlers:
         del frame
         if number == signal.SIGHUP:
             redirect_terminal_to_devnull()
-        if self.requested:
+        if self._repeats.is_second_request(number):
             _exit_immediately(number)
+        if self.requested:
+            return
         self.requested = signal.Signals(number).name
         self._on_first()
 
@@ -168,7 +195,12 @@ class SaveRequests:
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGUSR1, self._previous)
 
-    def agree_on_requests(self, stop: bool, *, overdue: bool = False) -> Requests:
+    @property
+    def seconds(self) -> np.ndarray | None:
+        """Times that all processes have sent with the requests of the step before; see `FlagExchange`."""
+        return self._exchange.seconds
+
+    def agree_on_requests(self, stop: bool, *, overdue: bool = False, seconds: Sequence[float] = ()) -> Requests:
         """Exchanges the requests of all processes. Every process must call this method after the same step.
 
         With several processes, a request takes effect one step later, so that no process has to wait for its devices.
@@ -176,12 +208,13 @@ class SaveRequests:
         Args:
             stop: True if this process received a request to stop.
             overdue: True if a temporary checkpoint is due according to the clock of this process.
+            seconds: times of this process to send to the others.
         """
         if is_lead() and self._clock() >= self._next_check:
             self._next_check = self._clock() + _CHECK_SECONDS
             self._seen = {name: file.exists() for name, file in self._files.items()}
         requests = Requests(stop, self._signalled or self._seen[SAVE_NOW], self._seen[STOP_AFTER_SAVE], overdue)
-        agreed = Requests(**self._exchange.exchange(requests._asdict()))
+        agreed = Requests(**self._exchange.exchange(requests._asdict(), seconds))
         if self._exchange.is_late:
             save = agreed.save and not self._has_saved_permanently
             agreed = agreed._replace(save=save, overdue=agreed.overdue and not self._has_saved)

@@ -12,6 +12,7 @@ from lm_trainer.ladder.rungs import batch_shape, count_params, model_config, run
 from lm_trainer.plan.cost import MFU, RunTime, RunWork, training_time
 from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.plan.estimate import Traces, compile_temporary, estimate_step, estimate_temporary
+from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from lm_trainer.profile.peaks import known_devices
 from lm_trainer.step.dispatch.memory import PhaseBytes
@@ -168,12 +169,13 @@ def _peak_memory(
     ladder: LadderConfig, size_spec: str, vocab_size: int, shape: BatchShape, hardware: Hardware, *, compiled: bool
 ) -> PhaseBytes:
     config, length = run_config(ladder, size_spec, vocab_size=vocab_size), ladder.sequence_length
+    kind = "cpu" if hardware.device.lower() == "cpu" else hardware.device
     if compiled:
         temporary = compile_temporary(config, vocab_size)
     else:
         itemsize = ladder.trainer.mp.compute_dtype.itemsize
-        temporary = estimate_temporary(config, vocab_size, itemsize, shape.microbatch)
+        platform = device_platform(kind)
+        temporary = estimate_temporary(config, vocab_size, itemsize, shape.microbatch, platform=platform)
     rows = {"train_batch_size": shape.batch_size // length, "per_device_parallelism": shape.microbatch // length}
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update=rows)})
-    kind = "cpu" if hardware.device.lower() == "cpu" else hardware.device
     return estimate_step(config, DeviceGroup(shape.devices, kind), temporary, Traces(vocab_size))

@@ -42,12 +42,24 @@ _LONGEST_NAME = 40
 
 @dataclass(frozen=True)
 class Gpus:
-    """Nodes with NVIDIA GPUs. One process uses all GPUs of a node."""
+    """Nodes with NVIDIA GPUs.
+
+    Raises:
+        UserError: if the GPUs of a node cannot be divided equally among its processes.
+    """
 
     nodes: int
     per_node: int
     kind: str | None = None
     """Value of the node label `cloud.google.com/gke-accelerator`; None means any node with GPUs."""
+    processes_per_node: int = 1
+
+    def __post_init__(self) -> None:
+        if self.per_node % self.processes_per_node:
+            raise UserError(
+                f"the {self.processes_per_node} processes of a node cannot share {self.per_node} GPUs equally; one "
+                f"process for each GPU is usual"
+            )
 
     @property
     def devices(self) -> int:
@@ -91,7 +103,7 @@ class KubernetesJob:
             )
 
     @property
-    def processes(self) -> int:
+    def pods(self) -> int:
         return self.hardware.nodes * self.slices
 
 
@@ -222,15 +234,10 @@ def _build_pod(job: KubernetesJob, config_name: str) -> dict[str, Any]:
 def _build_container(job: KubernetesJob, config_name: str, mounts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     chips = _resource_limits(job.hardware)
     env: list[dict[str, Any]] = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
-    settings: list[str] = []
-    if isinstance(job.hardware, Gpus) and job.processes > 1:
-        env += [
-            {"name": "COORDINATOR_ADDRESS", "value": f"{job.name}-{JOB}-0-0.{job.name}:{_PORT}"},
-            {"name": "NUM_PROCESSES", "value": str(job.processes)},
-            {"name": "PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
-        ]
-        # Kubernetes replaces $(NAME) with the value of the variable.
-        settings = distributed_settings("$(COORDINATOR_ADDRESS)", "$(NUM_PROCESSES)", "$(PROCESS_ID)")
+    command = ["lmt", "train", f"{_CONFIG_DIRECTORY}/{config_name}"]
+    if isinstance(job.hardware, Gpus):
+        command, variables = _gpu_command(job, job.hardware, command[-1])
+        env += variables
     # On TPUs, GKE sets TPU_WORKER_ID, TPU_WORKER_HOSTNAMES and, for several slices, MEGASCALE_*, which JAX reads.
     env += [{"name": name, "value": value} for name, value in job.env.items()]
     ports = _TPU_PORTS if isinstance(job.hardware, TpuSlice) else (_PORT,)
@@ -238,13 +245,32 @@ def _build_container(job: KubernetesJob, config_name: str, mounts: Sequence[Mapp
     return {
         "name": JOB,
         "image": job.image,
-        "command": ["lmt", "train", f"{_CONFIG_DIRECTORY}/{config_name}", *settings],
+        "command": command,
         "env": env,
         **({"envFrom": secrets} if secrets else {}),
         "ports": [{"containerPort": port} for port in ports],
         "resources": {"requests": chips, "limits": chips},
         "volumeMounts": mounts,
     }
+
+
+def _gpu_command(job: KubernetesJob, gpus: Gpus, config: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """Returns the command of a pod, which starts all processes of its node, and the environment variables it uses."""
+    env: list[dict[str, Any]] = []
+    if job.pods > 1:
+        env = [
+            {"name": "COORDINATOR_ADDRESS", "value": f"{job.name}-{JOB}-0-0.{job.name}:{_PORT}"},
+            {"name": "NUM_NODES", "value": str(job.pods)},
+            {"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
+        ]
+    # Kubernetes replaces $(NAME) with the value of the variable.
+    coordinator, count, index = "$(COORDINATOR_ADDRESS)", "$(NUM_NODES)", "$(NODE)"
+    if gpus.processes_per_node == 1:
+        return ["lmt", "train", config, *(distributed_settings(coordinator, count, index) if env else ())], env
+    # In a container, CUDA numbers the GPUs of the pod from 0, whatever the names of their device files are.
+    env.append({"name": "CUDA_VISIBLE_DEVICES", "value": ",".join(map(str, range(gpus.per_node)))})
+    nodes = ["--nodes", count, "--node", index, "--coordinator", coordinator] if job.pods > 1 else []
+    return ["lmt", "launch", "local", config, "-n", str(gpus.processes_per_node), *nodes], env
 
 
 def _resource_limits(hardware: TpuSlice | Gpus) -> dict[str, int]:

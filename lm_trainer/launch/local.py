@@ -1,4 +1,4 @@
-"""Launches the processes of a run on this machine."""
+"""Launches the processes of a run that belong on this machine."""
 
 from __future__ import annotations
 
@@ -6,12 +6,39 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.launch.supervise import LocalProcess, find_free_address, supervise
+from lm_trainer.launch.supervise import End, LocalProcess, find_free_address, supervise
 
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Machines that each launch the same number of processes of one run.
+
+    Raises:
+        UserError: if there is no such machine, or several machines have no coordinator or are to restart.
+    """
+
+    count: int = 1
+    index: int = 0
+    """Index of this machine."""
+    coordinator: str | None = None
+    """Address of a port on the first machine, as `host:port`. None finds a free port on this machine."""
+    restarts: int = 0
+    """Number of times that the only machine starts the run again, without the processes that were killed and their
+    GPUs."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            raise UserError(f"--node {self.index}: the {self.count} nodes have the numbers 0 to {self.count - 1}")
+        if self.count > 1 and self.coordinator is None:
+            raise UserError("--nodes needs --coordinator HOST:PORT, with a free port of the first node")
+        if self.count > 1 and self.restarts:
+            raise UserError("--restarts is for one machine, which cannot start processes on the other --nodes again")
 
 
 def launch_local(
@@ -20,9 +47,10 @@ def launch_local(
     *,
     devices_per_process: int | None,
     write: Callable[[str], object],
+    nodes: Nodes = Nodes(),
     environ: Mapping[str, str] = os.environ,
 ) -> int:
-    """Starts `count` processes that communicate over the loopback interface, and supervises them.
+    """Starts `count` processes on this machine, and supervises them.
 
     Args:
         arguments: arguments of the Python interpreter that train the run in one process.
@@ -30,23 +58,40 @@ def launch_local(
         devices_per_process: number of CPU devices to emulate in each process. None divides the machine's GPUs among the
             processes, or gives each process one CPU device if there are no GPUs.
         write: receives each line of output.
+        nodes: the machines of the run.
         environ: environment variables that the processes inherit.
 
     Returns:
-        The exit code, as returned by `supervise`.
+        The exit code of the last attempt, as returned by `supervise`.
 
     Raises:
         UserError: if the GPUs cannot be divided equally.
     """
-    address = find_free_address()
-    environments = process_environments(environ, count, devices_per_process)
+    environments, restarts = process_environments(environ, count, devices_per_process), nodes.restarts
+    while True:
+        end = _run_processes(arguments, environments, nodes, write)
+        left = [environment for index, environment in enumerate(environments) if index not in end.lost]
+        if end.interrupted or not end.lost or not left or not restarts:
+            return end.code
+        write(f"starting again with the {len(left)} of {len(environments)} processes that are left")
+        environments, restarts = left, restarts - 1
+
+
+def _run_processes(
+    arguments: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    nodes: Nodes,
+    write: Callable[[str], object],
+) -> End:
+    count = len(environments)
+    address, total, first = nodes.coordinator or find_free_address(), nodes.count * count, nodes.index * count
     processes = [
         LocalProcess(
-            [sys.executable, *arguments, *distributed_settings(address, count, index)], environment, os.getcwd()
+            [sys.executable, *arguments, *distributed_settings(address, total, first + index)], environment, os.getcwd()
         )
         for index, environment in enumerate(environments)
     ]
-    return supervise(processes, write)
+    return supervise(processes, write, first_index=first)
 
 
 def distributed_settings(address: str, count: int | str, index: int | str) -> list[str]:

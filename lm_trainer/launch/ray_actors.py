@@ -67,7 +67,7 @@ def launch_on_ray(arguments: Sequence[str], job: RayJob, write: Callable[[str], 
         for index, actor in enumerate(actors):
             command = [*arguments, *distributed_settings(address, job.processes, index)]
             ray.get(actor.start.remote(command, extra, os.getcwd()))
-        return supervise([_RemoteProcess(ray, actor) for actor in actors], write)
+        return supervise([_RemoteProcess(ray, actor) for actor in actors], write).code
     except ray.exceptions.RayError as error:
         raise MachineError(f"the Ray cluster failed: {error}") from None
     finally:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lm_trainer.core.errors import EXIT_PREEMPTED, MachineError, UserError
+from lm_trainer.core.terminal import escape_line
 from lm_trainer.launch.local import emulation_environ
 
 _LAST_SECONDS = 300
@@ -57,7 +58,7 @@ class SlurmJob:
                 f"the processes of a node share its {self.gpus_per_node} GPUs, or have {self.devices_per_process} "
                 f"emulated CPU devices each; give one of --gpus-per-node and --devices-per-process"
             )
-        wrong = [option for option in self.extra if not option.startswith("-")]
+        wrong = [option for option in self.extra if not option.startswith("-") or escape_line(option) != option]
         if wrong:
             raise UserError(f"{wrong[0]!r} is no option of sbatch; write it as --sbatch --mem=0")
 
@@ -73,6 +74,9 @@ def build_batch_script(job: SlurmJob, command: Sequence[str], directory: Path) -
         job: settings of the run.
         command: command that each process runs.
         directory: working directory of the job.
+
+    Raises:
+        UserError: if an option has a control character.
     """
     options = {
         "job-name": job.name,
@@ -88,7 +92,7 @@ def build_batch_script(job: SlurmJob, command: Sequence[str], directory: Path) -
         "signal": f"TERM@{job.notice}",
         "open-mode": "append",
     }
-    lines = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items() if value is not None]
+    lines = [_format_option(name, str(value)) for name, value in options.items() if value is not None]
     # Always set explicitly, because the default of the cluster may be either.
     lines += ["--requeue" if job.requeue else "--no-requeue"]
     if job.cpus_per_process is None:
@@ -121,6 +125,13 @@ code=$?
 {requeue_lines if job.requeue else ""}exit "$code"
 """
     )
+
+
+def _format_option(name: str, value: str) -> str:
+    # A line feed would end the comment, so what follows it in the name of a directory would be run.
+    if escape_line(value) != value:
+        raise UserError(f"--{name} would be {value!r}, which does not fit on a line of the script; rename it")
+    return f"--{name}={shlex.quote(value)}"
 
 
 def submit_job(script: str) -> str:

@@ -35,6 +35,8 @@ _END_WITH_PARENT = (
     f"import ctypes, os, sys; ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGTERM)}); "
     "os.execvp(sys.argv[1], sys.argv[1:])",
 )
+_CONSEQUENCES = (signal.SIGABRT, signal.SIGTERM)
+"""Signals that may kill a process because another one is missing: JAX aborts without the process that coordinates."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -45,6 +47,20 @@ class Status(NamedTuple):
     """Output lines, without line ends."""
     code: int | None
     """None while the process runs; then its exit code, or the negative signal number if a signal killed it."""
+
+
+class End(NamedTuple):
+    """End of all processes of a run."""
+
+    code: int
+    """The exit code of the first failed process, or 128 + the signal number if a process was killed by a signal that
+    the supervisor did not send. The signal has priority: other processes may fail because the killed one is missing,
+    and their failures may be seen first. If no process failed, 75 or 76 if any was stopped after saving, otherwise
+    0."""
+    lost: frozenset[int] = frozenset()
+    """Positions of the processes that were killed, and not because another one is missing."""
+    interrupted: bool = False
+    """True if the supervisor received a signal for the processes."""
 
 
 class SupervisedProcess(Protocol):
@@ -121,9 +137,10 @@ def supervise(
     processes: Sequence[SupervisedProcess],
     write: Callable[[str], object],
     *,
+    first_index: int = 0,
     grace_period: float = GRACE_PERIOD,
     clock: Callable[[], float] = time.monotonic,
-) -> int:
+) -> End:
     """Waits until all processes have ended.
 
     Every signal that this process receives is forwarded once to each process. After the first failure of a process, the
@@ -131,21 +148,16 @@ def supervise(
 
     Args:
         processes: the processes, in order of their index in the run.
+        first_index: index of the first of these processes in the run.
         write: receives each line of output, prefixed with the index of its process, and the messages of the supervisor.
         grace_period: see `GRACE_PERIOD`.
         clock: monotonic time in seconds.
-
-    Returns:
-        The exit code of the first failed process, or 128 + the signal number if a process was killed by a signal that
-        the supervisor did not send. The signal has priority: other processes may fail because the killed one is
-        missing, and their failures may be seen first. If no process failed, 75 or 76 if any was stopped after saving,
-        otherwise 0.
     """
-    running = dict(enumerate(processes))
+    running, last_index = dict(enumerate(processes, first_index)), first_index + len(processes)
     write = _GuardedOutput(write)
     takedown = _Takedown(grace_period, clock)
-    first, stopped = 0, 0
-    with _ForwardedSignals(running):
+    first, stopped, lost = 0, 0, set[int]()
+    with _ForwardedSignals(running) as signals:
         while running:
             for index, process in list(running.items()):
                 lines, code = process.poll()
@@ -154,22 +166,23 @@ def supervise(
                 if code is None:
                     continue
                 del running[index]
+                if code < 0 and -code not in _CONSEQUENCES and not takedown.sent:
+                    lost.add(index - first_index)
                 if code in (EXIT_PREEMPTED, EXIT_STOPPED):
                     stopped = code
                 elif code and (not first or (code < 0 < first and not takedown.sent)):
                     # A killed process has priority over a failed one, which may have failed only because the other was
                     # killed.
                     first = code
-                    write(f"process {index} of {len(processes)} ({process.location}) {describe_exit(code)}")
+                    write(f"process {index} of {last_index} ({process.location}) {describe_exit(code)}")
                     takedown.begin()
             if running and (number := takedown.take_due_signal()):
                 write(f"sending {number.name} to process {', '.join(map(str, running))}")
                 for process in running.values():
                     process.send_signal(number)
             time.sleep(_TICK_SECONDS)
-    if first:
-        return 128 - first if first < 0 else first
-    return stopped
+    code = 128 - first if first < 0 else first or stopped
+    return End(code, frozenset(lost), signals.received)
 
 
 def describe_exit(code: int) -> str:
@@ -223,6 +236,7 @@ class _ForwardedSignals:
     def __init__(self, running: Mapping[int, SupervisedProcess]):
         self._running = running
         self._previous_handlers: dict[signal.Signals, Any] = {}
+        self.received = False
 
     def __enter__(self) -> Self:
         for number in signals_to_handle(_SIGNALS):
@@ -235,6 +249,7 @@ class _ForwardedSignals:
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         del frame
+        self.received = True
         if number == signal.SIGHUP:
             redirect_terminal_to_devnull()
         # Iterates over a copy, because the handler may interrupt the loop that removes ended processes.

@@ -17,7 +17,9 @@ from lm_trainer.models.gemma import Gemma2Config, Gemma3Config, GemmaConfig
 from lm_trainer.models.glm import Glm4Config
 from lm_trainer.models.glm_moe import Glm4MoeConfig
 from lm_trainer.models.gpt2 import Gpt2Config
+from lm_trainer.models.gpt_oss import GptOssConfig
 from lm_trainer.models.granite import GraniteConfig
+from lm_trainer.models.granite4 import Granite4Config
 from lm_trainer.models.llama import LlamaConfig
 from lm_trainer.models.mamba import Mamba2Config
 from lm_trainer.models.minicpm import MiniCpm3Config
@@ -70,6 +72,8 @@ AnyFamily = (
     | Qwen2MoeConfig
     | OlmoeConfig
     | Glm4MoeConfig
+    | GptOssConfig
+    | Granite4Config
     | MptConfig
     | BackpackConfig
     | WhisperConfig
@@ -101,6 +105,8 @@ __all__ = [
     "Glm4MoeConfig",
     "Gpt2Config",
     "GptNeoxConfig",
+    "GptOssConfig",
+    "Granite4Config",
     "GraniteConfig",
     "LlamaConfig",
     "Mamba2Config",

@@ -123,6 +123,9 @@ class DecoderConfig(Config):
     newer_fields: ClassVar[frozenset[str]] = frozenset()
     """Settings that the family got after its first release. At their defaults they are left out of the hash of a
     configuration, which stays the same."""
+    implied_settings: ClassVar[Mapping[str, Any]] = {}
+    """Values of newer settings with which runs were computed before there was a choice, where they differ from the
+    defaults."""
     own_code: ClassVar[bool] = False
     """True if the configuration names code of the user, which building the model runs."""
 

@@ -70,7 +70,7 @@ class _DeepseekConfig(LatentConfig, GroupedExpertsConfig):
         shared = SharedExpertSpec(self.n_shared_experts * self.moe_intermediate_dim)
         sparse = replace(plain, mlp=self.moe_spec(self.moe_intermediate_dim, router=router, shared=shared))
         first = min(self.first_k_dense_replace, self.num_layers)
-        return self.decoder_spec(vocab_size, (plain,) * first + (sparse,) * (self.num_layers - first))
+        return self.decoder_spec(vocab_size, (plain,) * first + (sparse,) * (self.num_layers - first), prefix=first)
 
 
 def _v3_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:

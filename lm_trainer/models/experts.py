@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -17,6 +17,7 @@ class ExpertsConfig(RotaryConfig):
     """Settings of a decoder with experts."""
 
     newer_fields: ClassVar[frozenset[str]] = frozenset({"lbl_over", "selection_bias_rate", "expert_kernel"})
+    implied_settings: ClassVar[Mapping[str, Any]] = {"lbl_over": "microbatch"}
 
     n_routed_experts: int = Field(default=8, gt=0)
     """Number of experts in each layer."""
@@ -25,7 +26,7 @@ class ExpertsConfig(RotaryConfig):
     lbl_coef: float = Field(default=0.01, ge=0)
     """Weight of the experts' load-balancing loss; 0: no such loss. It affects only the gradient, and is not part of the
     reported loss."""
-    lbl_over: BalanceScope = "microbatch"
+    lbl_over: BalanceScope = "batch"
     """Tokens over which the load-balancing loss takes the load of an expert. `microbatch`: the microbatch, so the
     weight of the loss depends on the size of microbatches. `batch`: the global batch of the previous step, which is the
     same for every division into microbatches. `row`: the row of each token, as in DeepSeek-V3."""
@@ -79,9 +80,11 @@ class GroupedExpertsConfig(ExpertsConfig):
     """Settings of the families that came after the choice of kernels and losses, with the better defaults."""
 
     newer_fields: ClassVar[frozenset[str]] = frozenset()
+    implied_settings: ClassVar[Mapping[str, Any]] = {}
 
     lbl_coef: float = Field(default=0.001, ge=0)
-    lbl_over: BalanceScope = "batch"
+    """Weight of the experts' load-balancing loss; 0: no such loss. It affects only the gradient, and is not part of the
+    reported loss."""
     expert_kernel: Literal["auto", "dense", "grouped"] = "auto"
     """Computation of the experts. `grouped`: only the experts that a token chose, by grouped products (CPUs and TPUs);
     `dense`: every expert for every token; `auto`: grouped where there is a kernel, otherwise dense."""

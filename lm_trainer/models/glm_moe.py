@@ -164,4 +164,4 @@ class Glm4MoeConfig(GroupedExpertsConfig):
         shared = SharedExpertSpec(self.n_shared_experts * self.moe_intermediate_dim)
         sparse = replace(plain, mlp=self.moe_spec(self.moe_intermediate_dim, router=router, shared=shared))
         first = min(self.first_k_dense_replace, self.num_layers)
-        return self.decoder_spec(vocab_size, (plain,) * first + (sparse,) * (self.num_layers - first))
+        return self.decoder_spec(vocab_size, (plain,) * first + (sparse,) * (self.num_layers - first), prefix=first)

@@ -24,7 +24,8 @@ from lm_trainer.models.rotary import (
 )
 from lm_trainer.nn.spec import BlockSpec, DecoderSpec, EmbeddingSpec
 
-_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+"""Constant factors of the format."""
 
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,7 +39,7 @@ class GraniteConfig(RotaryConfig):
         model_type="granite",
         reference="ibm-granite/granite-3.0-2b-base",
         architecture="GraniteForCausalLM",
-        fields=(*hf_fields(), *(HfField(name, name, 1.0) for name in _MULTIPLIERS)),
+        fields=(*hf_fields(), *(HfField(name, name, 1.0) for name in MULTIPLIERS)),
         tensors=(*EMBEDDING, HEAD, *PRE_NORMS, *ATTENTION, *MLP),
         prefix="model.",
         unprefixed=(HEAD.hf,),

@@ -11,7 +11,7 @@ from flax import nnx
 from pydantic import ValidationError
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.tree import from_named_leaves, named_leaves
+from lm_trainer.core.tree import from_named_leaves, leaf_name, named_leaves
 from lm_trainer.models import MODEL_CONFIGS
 from lm_trainer.models.base import DecoderConfig
 from lm_trainer.models.hf_constants import check_constants, constant_tensors
@@ -29,6 +29,7 @@ from lm_trainer.models.hf_table import (
 )
 from lm_trainer.nn.init import LOGICAL_AXES
 from lm_trainer.nn.router import LOAD_RATE, LoadParam
+from lm_trainer.nn.spec import DecoderSpec
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
@@ -200,14 +201,28 @@ def _shape_matches(leaf: ParamInfo | None, shape: tuple[int, ...] | None) -> boo
 def _param_info_tree(model_config: DecoderConfig, vocab_size: int) -> dict[str, Any]:
     """Returns the parameter tree with a `ParamInfo` for each array; allocates no memory."""
     model = nnx.eval_shape(lambda: model_config.build(vocab_size, rngs=nnx.Rngs(0)))
+    layers_by_slot = _layers_by_slot(model_config.spec(vocab_size))
 
-    def to_param_info(variable: nnx.Variable) -> nnx.Variable:
+    def to_param_info(path: tuple[Any, ...], variable: nnx.Variable) -> nnx.Variable:
         in_files = not isinstance(variable, LoadParam) or variable.get_metadata(LOAD_RATE) is not None
-        shape = tuple(variable.get_value().shape)
-        return variable.replace(ParamInfo(shape, variable.get_metadata(LOGICAL_AXES), in_files))
+        shape, axes, name = tuple(variable.get_value().shape), variable.get_metadata(LOGICAL_AXES), leaf_name(path)
+        layers = next((layers for slot, layers in layers_by_slot.items() if name.startswith(slot)), range(0))
+        return variable.replace(ParamInfo(shape, axes, in_files, layers))
 
-    state = jax.tree.map(to_param_info, nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable))
+    state = jax.tree_util.tree_map_with_path(
+        to_param_info, nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
     return nnx.to_pure_dict(state)
+
+
+def _layers_by_slot(spec: DecoderSpec) -> dict[str, range]:
+    """Maps the prefix of the parameters of each slot to the numbers of its layers."""
+    stacks = {"": spec} if spec.encoder is None else {"": spec, "encoder.": spec.encoder_stack}
+    return {
+        f"{module}blocks.{slot}.": layers
+        for module, stack in stacks.items()
+        for slot, layers in enumerate(stack.layers_by_slot)
+    }
 
 
 def _infos_by_name(shapes: dict[str, Any]) -> dict[str, ParamInfo]:

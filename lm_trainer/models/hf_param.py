@@ -14,6 +14,8 @@ class ParamInfo:
     axes: tuple[str, ...]
     in_files: bool = True
     """False for a value that only training needs, such as the load of experts."""
+    layers: range = range(0)
+    """Numbers of the layers, in the order of the rows of the `layers` axis."""
 
     @property
     def stacked(self) -> bool:
@@ -40,6 +42,11 @@ class ParamSlice(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         return self.leaf.shape[len(self.index) :]
+
+    @property
+    def head_size(self) -> int:
+        """Size of a head, or 1 if the last dimensions are no heads."""
+        return self.shape[-1] if self.axes[-1] == "head_size" else 1
 
     @property
     def file_shape(self) -> tuple[int, ...]:

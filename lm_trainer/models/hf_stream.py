@@ -55,7 +55,8 @@ class SourceSlice(NamedTuple):
     def read(self, block: Slices, read: ReadRegion) -> np.ndarray:
         """Reads a block of this part in the dtype of the file. Loads only the rows and columns that the block needs."""
         merged_dim, interleaved, parts = self._merged_dim, self.entry.table.interleaved, len(self.entry.parts)
-        size = self.shape[-1] if merged_dim is None else self.shape[merged_dim + 1]
+        part = self.entry.parts[self.position]
+        size = part.head_size if merged_dim is None else self.shape[merged_dim + 1]
         region: list[slice] = []
         for dim, bounds in enumerate(block):
             if merged_dim is not None and dim == merged_dim:
@@ -64,6 +65,8 @@ class SourceSlice(NamedTuple):
                 region.append(slice(bounds.start * scale, bounds.stop * scale))
             elif merged_dim is None or dim != merged_dim + 1:
                 region.append(bounds)
+        if interleaved and merged_dim is None:
+            region[-1] = slice(region[-1].start * parts, region[-1].stop * parts)
         if not interleaved:
             # Concatenated: this part starts after all previous parts.
             offset = sum(part.file_shape[-1] for part in self.entry.parts[: self.position])
@@ -73,6 +76,7 @@ class SourceSlice(NamedTuple):
         x = x.transpose(order(tuple(range(x.ndim))))
         if interleaved:
             x = x.reshape(*x.shape[:-1], -1, parts, size)[..., self.position, :]
+            x = x[..., 0] if merged_dim is None else x
         elif merged_dim is not None:
             x = x.reshape(*x.shape[:merged_dim], -1, size, *x.shape[merged_dim + 1 :])
         # Complete heads are read, and sliced here.

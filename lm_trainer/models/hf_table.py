@@ -16,6 +16,7 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.models.hf_param import ParamInfo, ParamSlice
+from lm_trainer.nn.layer_sections import slot_of_each_layer
 
 MAX_PROBLEMS = 12
 
@@ -52,7 +53,7 @@ class HfTensor:
     transposed: bool = False
     """The file has outputs before inputs, also in the matrix of each expert."""
     interleaved: bool = False
-    """The parts alternate head by head instead of being concatenated."""
+    """The parts alternate instead of being concatenated: head by head or, if they have no heads, element by element."""
     reversed: bool = False
     """The file has all dimensions in the opposite order, as in the weights of a convolution."""
 
@@ -130,7 +131,7 @@ class FileTensor(NamedTuple):
         x = self._transpose(tensor)
         if self.table.interleaved:
             # In the file, the query, key and value of each head are next to each other.
-            size = self.parts[0].shape[-1]
+            size = self.parts[0].head_size
             heads = x.reshape(*x.shape[:-1], -1, len(self.parts), size)
             pieces = [heads[..., i, :] for i in range(len(self.parts))]
         else:
@@ -141,8 +142,9 @@ class FileTensor(NamedTuple):
     def join(self, pieces: list[np.ndarray]) -> np.ndarray:
         """Joins parts to a C-contiguous tensor of the file; the inverse of `split`."""
         if self.table.interleaved:
-            stacked = np.stack(pieces, axis=-2)
-            joined = stacked.reshape(*stacked.shape[:-3], -1)
+            shape, size = self.parts[0].file_shape, self.parts[0].head_size
+            stacked = np.stack([piece.reshape(*shape[:-1], -1, size) for piece in pieces], axis=-2)
+            joined = stacked.reshape(*shape[:-1], -1)
         else:
             flat = [piece.reshape(part.file_shape) for piece, part in zip(pieces, self.parts, strict=True)]
             joined = np.concatenate(flat, axis=-1) if len(flat) > 1 else flat[0]
@@ -337,20 +339,19 @@ def file_tensors(family: HfFamily, leaves: Mapping[str, ParamInfo]) -> list[File
                 slices = tuple(ParamSlice(path, (), leaves[path]) for path in tensor.params)
                 entries.append(FileTensor(tensor.hf, tensor, slices))
             continue
-        repeats = _count_layers_by_slot(leaves, tensor.params[0].partition("blocks.{}")[0])
-        period = len(repeats)
-        for layer in range(sum(repeats)):
-            entries += _layer_entries(tensor, leaves, layer, slot=layer % period, row=layer // period)
+        layers_by_slot = _find_layers_by_slot(leaves, tensor.params[0].partition("blocks.{}")[0])
+        for layer, (slot, row) in enumerate(slot_of_each_layer(layers_by_slot)):
+            entries += _layer_entries(tensor, leaves, layer, slot=slot, row=row)
     return entries
 
 
-def _count_layers_by_slot(leaves: Mapping[str, ParamInfo], module: str) -> list[int]:
-    """Counts the layers of a module at each slot of their period. The module's name is "" or ends with a dot."""
-    counts: dict[str, int] = {}
+def _find_layers_by_slot(leaves: Mapping[str, ParamInfo], module: str) -> list[range]:
+    """Returns the layers of a module at each slot. The module's name is "" or ends with a dot."""
+    layers: dict[str, range] = {}
     for path, leaf in leaves.items():
         if path.startswith(f"{module}blocks."):
-            counts.setdefault(path.removeprefix(f"{module}blocks.").partition(".")[0], leaf.shape[0])
-    return [counts[str(slot)] for slot in range(len(counts))]
+            layers.setdefault(path.removeprefix(f"{module}blocks.").partition(".")[0], leaf.layers)
+    return [layers[str(slot)] for slot in range(len(layers))]
 
 
 def _layer_entries(

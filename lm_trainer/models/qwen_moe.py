@@ -47,10 +47,10 @@ def _to_hf(config: "Qwen3MoeConfig") -> dict[str, Any]:
     }
 
 
-def check_layers_exist(layers: Sequence[int], num_layers: int) -> None:
-    """Raises `ValueError` if `mlp_only_layers` names a layer that the model does not have."""
+def check_layers_exist(layers: Sequence[int], num_layers: int, *, name: str = "mlp_only_layers") -> None:
+    """Raises `ValueError` if the setting `name` lists a layer that the model does not have."""
     if wrong := [layer for layer in layers if not 0 <= layer < num_layers]:
-        raise ValueError(f"mlp_only_layers: there is no layer {wrong[0]}; they are 0 to {num_layers - 1}")
+        raise ValueError(f"{name}: there is no layer {wrong[0]}; they are 0 to {num_layers - 1}")
 
 
 def dense_layers(num_layers: int, sparse_step: int, mlp_only_layers: Sequence[int]) -> list[bool]:

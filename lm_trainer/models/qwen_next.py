@@ -23,7 +23,7 @@ from lm_trainer.models.rotary import (
     TIED,
     common_fields_to_hf,
     heads_from_hf,
-    hf_fields,
+    hf_fields_of_one_activation,
 )
 from lm_trainer.nn.expert_spec import RouterSpec, SharedExpertSpec
 from lm_trainer.nn.mixer_spec import DeltaSpec
@@ -31,17 +31,6 @@ from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, NormSpec, 
 
 _FRACTION, _INTERVAL = 0.25, 4
 _DELTA = f"{LAYER}.linear_attn"
-_FIELDS = tuple(
-    entry
-    for entry in hf_fields(
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=48,
-        num_attention_heads=16,
-        max_position_embeddings=32768,
-    )
-    if entry.setting != "activation_function"
-)
 
 DELTA_NET = (
     *linear_tensors(f"{_DELTA}.in_proj_qkvz", f"{BLOCK}.attention.qkvz"),
@@ -104,7 +93,13 @@ class Qwen3NextConfig(GroupedExpertsConfig):
         reference="Qwen/Qwen3-Next-80B-A3B-Instruct",
         architecture="Qwen3NextForCausalLM",
         fields=(
-            *_FIELDS,
+            *hf_fields_of_one_activation(
+                hidden_size=2048,
+                intermediate_size=5632,
+                num_hidden_layers=48,
+                num_attention_heads=16,
+                max_position_embeddings=32768,
+            ),
             HfField("linear_num_value_heads", "linear_num_value_heads", 32),
             HfField("linear_num_key_heads", "linear_num_key_heads", 16),
             HfField("linear_key_head_dim", "linear_key_head_dim", 128),

@@ -102,16 +102,18 @@ class RotaryConfig(DecoderConfig):
         vocab_size: int,
         blocks: tuple[BlockSpec, ...],
         *,
+        prefix: int = 0,
         embedding: EmbeddingSpec | None = None,
         softcap: float | None = None,
         logit_scale: float | None = None,
     ) -> DecoderSpec:
-        """Builds the spec of the full model. `logit_scale` multiplies the logits."""
+        """Builds the spec of the full model. `prefix` is as in `DecoderSpec`; `logit_scale` multiplies the logits."""
         return DecoderSpec(
             vocab_size=vocab_size,
             hidden_dim=self.hidden_dim,
             num_positions=self.seq_len,
             blocks=blocks,
+            prefix=prefix,
             final_norm=replace(self.norm_spec(), factor=logit_scale),
             embedding=embedding or EmbeddingSpec(),
             head=HeadSpec(tied=self.tie_word_embeddings, softcap=softcap),
@@ -151,6 +153,11 @@ def hf_fields(
     )
     assert defaults.keys() <= {entry.hf for entry in fields}
     return tuple(replace(entry, default=defaults.get(entry.hf, entry.default)) for entry in fields)
+
+
+def hf_fields_of_one_activation(**defaults: Any) -> tuple[HfField, ...]:
+    """Returns `hf_fields` for a family with a single activation, which is no setting."""
+    return tuple(entry for entry in hf_fields(**defaults) if entry.setting != "activation_function")
 
 
 def heads_from_hf(hf: Mapping[str, Any], *, kv_heads: int | None, head_dim: int | None = None) -> dict[str, Any]:

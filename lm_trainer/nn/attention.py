@@ -21,6 +21,7 @@ from lm_trainer.nn.linear import Linear
 from lm_trainer.nn.mixer_spec import softmax_specs
 from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.positions import alibi_bias, apply_rope
+from lm_trainer.nn.read import read
 from lm_trainer.nn.ring_attention import RowMetadata, ring_attention
 from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, BlockSpec, QkNormSpec, RopeSpec
 from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size
@@ -122,6 +123,7 @@ def attend(  # noqa: PLR0913 - the arguments of attention
     context: ForwardContext,
     layer: jax.Array | int,
     *,
+    sinks_N: jax.Array | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
     """Computes attention of projected queries, keys and values, [B, S, N, H] in the dtype of the values.
@@ -133,6 +135,7 @@ def attend(  # noqa: PLR0913 - the arguments of attention
         v_BTKH: values.
         context: arrays shared by all layers, including the mask.
         layer: index of the layer.
+        sinks_N: logits of the sinks, if the spec has sinks.
         key: for dropout of the probabilities; None disables it.
     """
     # Cast before the product, because scores of 16-bit operands are rounded to 16 bits before the softmax.
@@ -143,9 +146,12 @@ def attend(  # noqa: PLR0913 - the arguments of attention
     q_BSNH = q_BSNH * _score_scale(spec, layer, q_BSNH.dtype)
     if context.segments_BS is not None and context.key_segments_BT is not None:
         row = RowMetadata(context.segments_BS, context.key_segments_BT, context.positions_BS, context.key_positions_BT)
-        return ring_attention(spec, q_BSNH, k_BTKH, v_BTKH, row, key)
+        return ring_attention(spec, q_BSNH, k_BTKH, v_BTKH, row, key, sinks_N=sinks_N)
     bias_BNST = _layer_bias(spec, context)
-    return dispatch_attention(spec, q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS=context.segments_BS, key=key)
+    segments_BS = context.segments_BS
+    return dispatch_attention(
+        spec, q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS=segments_BS, sinks_N=sinks_N, key=key
+    )
 
 
 def _layer_bias(spec: AttentionSpec, context: ForwardContext) -> jax.Array:
@@ -194,6 +200,7 @@ class Attention(nnx.Module):
         self.gate = Linear({"embed": dim}, heads, bias=spec.bias, init=init) if spec.gated else None
         self.q_norm = None if spec.qk_norm is None else QkNorm(spec.qk_norm, heads, init=init)
         self.k_norm = None if spec.qk_norm is None else QkNorm(spec.qk_norm, kv_heads, init=init)
+        self.sinks = init.constant({"heads": spec.num_heads}, 0.0) if spec.sinks else None
 
     def __call__(
         self,
@@ -212,7 +219,8 @@ class Attention(nnx.Module):
         q_BSNH, k_BTKH, v_BTKH = self._project_qkv(x_BSD, context.positions_BS, adapter_key)
         if cache is not None:
             cache, k_BTKH, v_BTKH = cache.write(layer, context.positions_BS, k_BTKH, v_BTKH)
-        o_BSNH = attend(self.spec, q_BSNH, k_BTKH, v_BTKH, context, layer, key=key)
+        sinks_N = None if self.sinks is None else read(self.sinks, jnp.float32)
+        o_BSNH = attend(self.spec, q_BSNH, k_BTKH, v_BTKH, context, layer, sinks_N=sinks_N, key=key)
         if self.gate is not None:
             o_BSNH = o_BSNH * jax.nn.sigmoid(self.gate(x_BSD, key=adapter_key))
         return self.out(o_BSNH, key=adapter_key), cache

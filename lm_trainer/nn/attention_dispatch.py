@@ -148,6 +148,7 @@ def dispatch_attention(  # noqa: PLR0913 - the arguments of attention
     bias_BNST: jax.Array,
     *,
     segments_BS: jax.Array | None = None,
+    sinks_N: jax.Array | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
     """Computes softmax(q k^T + bias) v with the selected backend, [B, S, N, H] in the dtype of v.
@@ -162,14 +163,17 @@ def dispatch_attention(  # noqa: PLR0913 - the arguments of attention
             then has the size of the value vectors.
         bias_BNST: float32; contains the mask. May have a single head, which then applies to all heads.
         segments_BS: int32; the segments from which the mask of self-attention was built; None with a cache.
+        sinks_N: logits of the sinks, if the spec has sinks.
         key: for dropout of the probabilities; None disables it.
 
     Raises:
         UserError: as `choose_backend`.
     """
+    # A layer that computes no sinks must not drop the sinks of its spec.
+    assert spec.sinks == (sinks_N is not None)
     # A query attends to keys of the full row, so devices that share the positions of a row gather its keys and values.
     k_BTKH, v_BTKH = all_gather(k_BTKH, "context", 1), all_gather(v_BTKH, "context", 1)
-    inputs = AttentionInputs(q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS)
+    inputs = AttentionInputs(q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS, sinks_N)
     choice = choose_backend(
         spec, _describe_call(v_BTKH.dtype, q_BSNH.shape[1], k_BTKH.shape[1], cached=segments_BS is None)
     )

@@ -50,6 +50,8 @@ class AttentionInputs(NamedTuple):
     """float32; contains the mask. Has one head for all heads of the queries, or one for each."""
     segments_BS: jax.Array | None
     """int32; determine the mask together with the spec. None with a KV cache."""
+    sinks_N: jax.Array | None = None
+    """float32; logit of the sink of each head. None if the spec has no sinks."""
 
 
 class AttentionMetadata(NamedTuple):

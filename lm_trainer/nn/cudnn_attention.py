@@ -49,6 +49,7 @@ def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str 
         (scores.dropout > 0, "its dropout is another one"),
         (metadata.second_derivative, NO_SECOND_DERIVATIVE),
         (scores.upcast, "it cannot compute scores in float32 (upcast_attn)"),
+        (spec.sinks, "it has no attention sinks"),
         (scores.block_size is not None, "it has no use for flash_attention_block_size"),
     ))  # fmt: skip
 
@@ -72,7 +73,7 @@ def device_unsupported_reason() -> str | None:
 def compute(spec: AttentionSpec, inputs: AttentionInputs) -> jax.Array:
     """Same as `AttentionKernel.compute`; the bias contains the full mask."""
     del spec
-    q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS = inputs
+    q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS, _ = inputs
     bias_BNST = jnp.maximum(bias_BNST, _MASKED[v_BTKH.dtype.name]).astype(v_BTKH.dtype)
     # The bias contains the causal mask as well, but only the flag makes the kernel skip hidden blocks, which are half
     # of all blocks. A window remains in the bias, because before cuDNN 9.10 a window and a bias cannot be combined.

@@ -182,8 +182,8 @@ class EncoderDecoder(Decoder):
         def keys_and_values(block: nnx.Module) -> tuple[jax.Array, jax.Array]:
             return block.cross.keys_and_values(memory_BFD)  # pyright: ignore[reportAttributeAccessIssue]
 
-        # All layers have the same spec, so they are stacked in the only slot of the period.
-        assert self.spec.period == 1
+        # All layers have the same spec, so they are stacked in the only slot.
+        assert len(self.spec.layers_by_slot) == 1
         cross = KvCache(*jax.lax.map(keys_and_values, self.blocks["0"]))
         return EncodedCache(super().init_cache(len(features_BMP), capacity, dtype=dtype), cross)
 
@@ -197,7 +197,7 @@ class EncoderDecoder(Decoder):
         context = context._replace(memory=cache.cross)
         x_BTD, filled, _ = run_blocks(self.spec, self.blocks, x_BTD, context, cache=self_cache)
         assert filled is not None
-        return self.final_norm(x_BTD), cache._replace(self_attention=filled)
+        return self.extend_head_input(self.final_norm(x_BTD)), cache._replace(self_attention=filled)
 
 
 _NO_FEATURES = (

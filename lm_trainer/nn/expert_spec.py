@@ -63,6 +63,16 @@ class SharedExpertSpec:
     """Multiply its result by the sigmoid of a learned linear function of the input."""
 
 
+@dataclass(frozen=True)
+class ClampedGluSpec:
+    """A gated activation with bounded arguments (arXiv 2508.10925): g sigmoid(slope g) (u + 1), where g is the gate, at
+    most `limit`, and u is the linear term, bounded to `limit` in both directions.
+    """
+
+    slope: float = 1.702
+    limit: float = 7.0
+
+
 ExpertKernel = Literal["auto", "dense", "grouped", "ragged_dot"]
 """Computation of the experts. `dense`: every expert for every token; `grouped`: only the selected experts, with a
 kernel for grouped products; `ragged_dot`: the same with XLA's product; `auto`: `grouped` if there is a kernel for the
@@ -75,9 +85,7 @@ GROUPED_PLATFORMS = ("cpu", "tpu")
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """Mixture of experts: gated MLPs without biases. For each token a router selects a few of them (Shazeer et al.
-    2017).
-    """
+    """Mixture of experts, which are gated MLPs. For each token a router selects a few of them (Shazeer et al. 2017)."""
 
     hidden_dim: int
     """Hidden dimension of one expert."""
@@ -85,6 +93,10 @@ class MoeSpec:
     top_k: int
     """Number of experts per token."""
     activation: Activation = "silu"
+    glu: ClampedGluSpec | None = None
+    """Function of the products with both matrices of the input; None: `activation` of the gate times the other one."""
+    bias: bool = False
+    """Add biases to the three maps of each expert."""
     router: RouterSpec = RouterSpec()
     shared: SharedExpertSpec | None = None
     kernel: ExpertKernel | None = None

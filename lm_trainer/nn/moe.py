@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -21,6 +22,7 @@ from lm_trainer.nn.expert_spec import MoeSpec, SharedExpertSpec
 from lm_trainer.nn.grouped_product import KERNELS, GroupedKernel
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import ACTIVATIONS
+from lm_trainer.nn.lora_weights import WeightLora, read_adapted
 from lm_trainer.nn.mlp import Mlp
 from lm_trainer.nn.read import read
 from lm_trainer.nn.router import (
@@ -60,6 +62,17 @@ class Moe(nnx.Module):
         rate = spec.router.selection_bias
         self.selection_bias = None if rate is None else _make_load_param(spec, 0.0, rate)
         self.load = _make_load_param(spec, 1.0, None) if spec.router.balance_over == "batch" else None
+        inner, outer = {**experts, "mlp": spec.hidden_dim}, {**experts, "embed": dim}
+        self.gate_bias = init.constant(inner, 0.0) if spec.bias else None
+        self.up_bias = init.constant(inner, 0.0) if spec.bias else None
+        self.down_bias = init.constant(outer, 0.0) if spec.bias else None
+        self.remove_adapter()
+
+    def remove_adapter(self) -> None:
+        """Makes later calls compute with the weights of the experts alone."""
+        self.gate_lora: WeightLora | None = None
+        self.up_lora: WeightLora | None = None
+        self.down_lora: WeightLora | None = None
 
     def __call__(self, x_BSD: jax.Array, valid_BS: jax.Array) -> tuple[jax.Array, RouterStats]:
         """Returns the result in the dtype of `x_BSD`, and the statistics over the tokens for which the boolean
@@ -102,11 +115,17 @@ class Moe(nnx.Module):
         if kernel == "dense":
             return reduce_scatter(self._compute_dense_experts(x_MD, experts_MK, weights_MK), "expert", 0)
         # Inside the map: sorting the rows of all devices together would send every token to every device.
-        weights = [read(w, x_MD.dtype) for w in (self.gate, self.up, self.down)]
+        biases = (self.gate_bias, self.up_bias, self.down_bias)
+        weights = [read_adapted(w, adapter, x_MD.dtype) for w, adapter in self._expert_weights()]
+        weights += [read(bias, x_MD.dtype) for bias in biases if bias is not None]
         compute = self._ragged_experts if kernel == "ragged_dot" else functools.partial(self._grouped_experts, kernel)
         y_MKD = map_local_rows(compute, (x_MD, experts_MK), weights)
         y_MD = jnp.sum(y_MKD * weights_MK[..., None].astype(y_MKD.dtype), axis=1)
         return reduce_scatter(y_MD, "expert", 0)
+
+    def _expert_weights(self) -> tuple[tuple[nnx.Param, WeightLora | None], ...]:
+        """The weights gate, up and down of all experts, with their adapters."""
+        return (self.gate, self.gate_lora), (self.up, self.up_lora), (self.down, self.down_lora)
 
     def _compute_dense_experts(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
         """Computes the experts of this device as one wide MLP in which unselected experts have a weight of 0."""
@@ -115,38 +134,67 @@ class Moe(nnx.Module):
         chosen_MKE = experts_MK[:, :, None] == first + jnp.arange(count)[None, None, :]
         weights_ME = jnp.sum(jnp.where(chosen_MKE, weights_MK[..., None], 0.0), axis=1).astype(dtype)
 
-        def product(w: nnx.Param) -> jax.Array:
-            w_DEF = read(w, dtype).transpose(1, 0, 2)
-            return jnp.matmul(x_MD, w_DEF.reshape(x_MD.shape[1], -1)).reshape(-1, *w_DEF.shape[1:])
+        gate, up, down = self._expert_weights()
+
+        def product(weight: tuple[nnx.Param, WeightLora | None], bias: nnx.Param | None) -> jax.Array:
+            w_DEF = read_adapted(*weight, dtype).transpose(1, 0, 2)
+            y_MEF = jnp.matmul(x_MD, w_DEF.reshape(x_MD.shape[1], -1)).reshape(-1, *w_DEF.shape[1:])
+            return y_MEF if bias is None else y_MEF + read(bias, dtype)[None]
 
         # Weighted before the last product, which is linear: the product then sums over experts and their widths at
         # once.
-        h_MEF = ACTIVATIONS[self.spec.activation](product(self.gate)) * product(self.up) * weights_ME[..., None]
-        down_YD = read(self.down, dtype).reshape(-1, x_MD.shape[1])
-        return jnp.matmul(h_MEF.reshape(x_MD.shape[0], -1), down_YD)
+        gate_MEF = _activate_gate(self.spec, product(gate, self.gate_bias))
+        h_MEF = gate_MEF * _bound_linear_term(self.spec, product(up, self.up_bias)) * weights_ME[..., None]
+        down_YD = read_adapted(*down, dtype).reshape(-1, x_MD.shape[1])
+        y_MD = jnp.matmul(h_MEF.reshape(x_MD.shape[0], -1), down_YD)
+        return y_MD if self.down_bias is None else y_MD + jnp.matmul(weights_ME, read(self.down_bias, dtype))
 
     def _grouped_experts(
         self,
         kernel: GroupedKernel,
         x_MD: jax.Array,
         experts_MK: jax.Array,
-        gate_EDF: jax.Array,
-        up_EDF: jax.Array,
-        down_EFD: jax.Array,
+        *weights: jax.Array,
     ) -> jax.Array:
         """Computes the results of the experts of each token, [M, K, D]; zero for experts of other devices."""
-        experts_A, count = experts_MK.reshape(-1), gate_EDF.shape[0]
+        experts_A, count = experts_MK.reshape(-1), weights[0].shape[0]
         if axis_size("expert") > 1:
             experts_A = experts_A - axis_index("expert") * count
         slots = assign_slots(experts_A, count, align=kernel.align, multiple=kernel.multiple)
         x_PD = tokens_to_slots(x_MD, slots)
-        gate_PF, up_PF = kernel.product(x_PD, gate_EDF, slots), kernel.product(x_PD, up_EDF, slots)
-        y_PD = kernel.product(ACTIVATIONS[self.spec.activation](gate_PF) * up_PF, down_EFD, slots)
+        # No expert for an empty slot, whose result must be zero.
+        expert_of_rows = lambda: jnp.where(slots.assignment_P < experts_A.shape[0], slots.expert_P, count)  # noqa: E731
+        y_PD = self._multiply_sorted(lambda x, w: kernel.product(x, w, slots), x_PD, expert_of_rows, weights)
         return slots_to_assignments(y_PD, slots).reshape(-1, self.spec.top_k, x_MD.shape[-1])
 
-    def _ragged_experts(
-        self, x_MD: jax.Array, experts_MK: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, down_EFD: jax.Array
+    def _multiply_sorted(
+        self,
+        product: Callable[[jax.Array, jax.Array], jax.Array],
+        x_PD: jax.Array,
+        expert_of_rows: Callable[[], jax.Array],
+        weights: tuple[jax.Array, ...],
     ) -> jax.Array:
+        """Computes the gated MLP of each row's expert, [P, D].
+
+        Args:
+            product: multiplies each row with the matrix of its expert.
+            x_PD: rows, sorted by expert.
+            expert_of_rows: returns the expert of each row, [P]; a number past the experts for rows without one.
+            weights: matrices of gate, up and down, and then their biases if there are any.
+        """
+        gate_EDF, up_EDF, down_EFD, *biases = weights
+        terms: list[jax.Array] = []
+        if biases:
+            # Products with rows of zeros and a one: the gradient of a gather would add in a varying order.
+            chosen_PE = (expert_of_rows()[:, None] == jnp.arange(gate_EDF.shape[0])[None, :]).astype(x_PD.dtype)
+            terms = [jnp.matmul(chosen_PE, bias, precision="highest") for bias in biases]
+        gate_PF, up_PF = product(x_PD, gate_EDF), product(x_PD, up_EDF)
+        if terms:
+            gate_PF, up_PF = gate_PF + terms[0], up_PF + terms[1]
+        y_PD = product(_activate_gate(self.spec, gate_PF) * _bound_linear_term(self.spec, up_PF), down_EFD)
+        return y_PD + terms[2] if terms else y_PD
+
+    def _ragged_experts(self, x_MD: jax.Array, experts_MK: jax.Array, *weights: jax.Array) -> jax.Array:
         """Same as `_grouped_experts` with XLA's grouped product.
 
         Computes the results of the experts of each token, [M, K, D]; zero for experts of other devices.
@@ -154,7 +202,7 @@ class Moe(nnx.Module):
         Assignments are sorted by expert, multiplied in groups, and restored to their original order.
         """
         top_k, shared = self.spec.top_k, axis_size("expert") > 1
-        experts_A, count = experts_MK.reshape(-1), gate_EDF.shape[0]
+        experts_A, count = experts_MK.reshape(-1), weights[0].shape[0]
         if shared:
             experts_A = experts_A - axis_index("expert") * count
             # Assignments to experts of other devices get a number past all local experts, so that they are sorted to
@@ -168,12 +216,23 @@ class Moe(nnx.Module):
         # `ragged_dot` guarantees nothing for rows past the last group, so these rows are zeroed before and after it.
         local_A1 = (jnp.arange(x_AD.shape[0]) < jnp.sum(counts_E))[:, None] if shared else True
         x_AD = jnp.where(local_A1, x_AD, 0) if shared else x_AD
-        gate_AF = jax.lax.ragged_dot(x_AD, gate_EDF, counts_E)
-        up_AF = jax.lax.ragged_dot(x_AD, up_EDF, counts_E)
-        h_AF = ACTIVATIONS[self.spec.activation](gate_AF) * up_AF
-        y_AD = jax.lax.ragged_dot(h_AF, down_EFD, counts_E)
+        product = lambda x, w: jax.lax.ragged_dot(x, w, counts_E)  # noqa: E731
+        y_AD = self._multiply_sorted(product, x_AD, lambda: experts_A[order_A], weights)
         y_AD = jnp.where(local_A1, y_AD, 0) if shared else y_AD
         return _permute(y_AD, inverse_A, order_A).reshape(-1, top_k, x_MD.shape[-1])
+
+
+def _activate_gate(spec: MoeSpec, x: jax.Array) -> jax.Array:
+    """Computes the factor that depends on the gate."""
+    if spec.glu is None:
+        return ACTIVATIONS[spec.activation](x)
+    x = jnp.minimum(x, spec.glu.limit)
+    return x * jax.nn.sigmoid(spec.glu.slope * x)
+
+
+def _bound_linear_term(spec: MoeSpec, x: jax.Array) -> jax.Array:
+    """Computes the factor that is linear in the input."""
+    return x if spec.glu is None else jnp.clip(x, -spec.glu.limit, spec.glu.limit) + 1.0
 
 
 class SharedExpert(nnx.Module):

@@ -47,13 +47,15 @@ class RowMetadata(NamedTuple):
     positions_BT: jax.Array
 
 
-def ring_attention(
+def ring_attention(  # noqa: PLR0913 - the arguments of attention
     spec: AttentionSpec,
     q_BSNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     row: RowMetadata,
     key: jax.Array | None = None,
+    *,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Computes softmax(q k^T + bias) v, [B, S, N, H] in the dtype of `v_BSKH`; scores and softmax are float32.
 
@@ -66,12 +68,15 @@ def ring_attention(
         v_BSKH: this device's values.
         row: segments and positions of the queries and keys.
         key: for dropout of the probabilities; None disables it.
+        sinks_N: logits of the sinks, if the spec has sinks.
     """
+    assert spec.sinks == (sinks_N is not None)
     layout = RingLayout.for_rows(spec, q_BSNH.shape[1], axis_size("context"))
+    sinks_KG = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(k_BSKH.shape[2], -1)
     key_data = None if key is None or spec.scores.dropout == 0.0 else jax.random.key_data(key)
     q_LBKGQH = _split_blocks(layout, q_BSNH, k_BSKH.shape[2])
     k_LBKCH, v_LBKCH = (_split_blocks(layout, x, x.shape[2])[:, :, :, 0] for x in (k_BSKH, v_BSKH))
-    o_LBKGQH: Any = _attend(_Ring(spec, layout), q_LBKGQH, k_LBKCH, v_LBKCH, row, key_data)
+    o_LBKGQH: Any = _attend(_Ring(spec, layout), q_LBKGQH, k_LBKCH, v_LBKCH, sinks_KG, row, key_data)
     return jnp.transpose(o_LBKGQH, (1, 0, 4, 2, 3, 5)).reshape(*q_BSNH.shape[:3], v_BSKH.shape[3])
 
 
@@ -191,22 +196,24 @@ _Softmax = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
+def _attend(  # noqa: PLR0913 - the arguments of attention
     ring: _Ring,
     q_LBKGQH: jax.Array,
     k_LBKCH: jax.Array,
     v_LBKCH: jax.Array,
+    sinks_KG: jax.Array | None,
     row: RowMetadata,
     key_data: jax.Array | None,
 ) -> jax.Array:
-    return _forward(ring, q_LBKGQH, k_LBKCH, v_LBKCH, row, key_data)[0]
+    return _forward(ring, q_LBKGQH, k_LBKCH, v_LBKCH, sinks_KG, row, key_data)[0]
 
 
-def _forward(
+def _forward(  # noqa: PLR0913 - the arguments of attention
     ring: _Ring,
     q_LBKGQH: jax.Array,
     k_LBKCH: jax.Array,
     v_LBKCH: jax.Array,
+    sinks_KG: jax.Array | None,
     row: RowMetadata,
     key_data: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
@@ -232,6 +239,10 @@ def _forward(
     shape = q_LBKGQH.shape[:-1]
     o_LBKGQH = jnp.zeros((*shape, v_LBKCH.shape[-1]), jnp.float32)
     state = o_LBKGQH, jnp.full(shape, MASK_VALUE, jnp.float32), jnp.zeros(shape, jnp.float32)
+    if sinks_KG is not None:
+        # The softmax starts with the sink: it is the maximum so far, and its exponential is 1.
+        highest_LBKGQ = jnp.broadcast_to(sinks_KG[None, None, :, :, None], shape)
+        state = o_LBKGQH, highest_LBKGQ, jnp.ones(shape, jnp.float32)
     for route in ring.layout.routes():
         state = _run_route(visit, state, (k_LBKCH, v_LBKCH), route)
     o_LBKGQH, highest_LBKGQ, sum_LBKGQ = state
@@ -239,11 +250,11 @@ def _forward(
     # another.
     o_LBKGQH = (o_LBKGQH * (1.0 / sum_LBKGQ)[..., None]).astype(v_LBKCH.dtype)
     lse_LBKGQ = highest_LBKGQ + jnp.log(sum_LBKGQ)
-    return o_LBKGQH, (q_LBKGQH, k_LBKCH, v_LBKCH, row, key_data, o_LBKGQH, lse_LBKGQ)
+    return o_LBKGQH, (q_LBKGQH, k_LBKCH, v_LBKCH, sinks_KG, row, key_data, o_LBKGQH, lse_LBKGQ)
 
 
 def _backward(ring: _Ring, residuals: Any, do_LBKGQH: jax.Array) -> Any:
-    q_LBKGQH, k_LBKCH, v_LBKCH, row, key_data, o_LBKGQH, lse_LBKGQ = residuals
+    q_LBKGQH, k_LBKCH, v_LBKCH, sinks_KG, row, key_data, o_LBKGQH, lse_LBKGQ = residuals
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     mean_LBKGQ = jnp.sum(do_LBKGQH.astype(jnp.float32) * o_LBKGQH.astype(jnp.float32), axis=-1)
 
@@ -288,8 +299,14 @@ def _backward(ring: _Ring, residuals: Any, do_LBKGQH: jax.Array) -> Any:
         d_kv = jax.tree.map(jnp.add, d_kv, rotate(sums, "context", -hop * last))
     dk_LBKCH, dv_LBKCH = d_kv
     gradients_qkv = dq_LBKGQH.astype(q_LBKGQH.dtype), dk_LBKCH.astype(k_LBKCH.dtype), dv_LBKCH.astype(v_LBKCH.dtype)
+    d_sinks_KG = None
+    if sinks_KG is not None:
+        # The derivative of a score is its probability times the difference of its value and the mean; the value of a
+        # sink is zero.
+        p_LBKGQ = jnp.exp(sinks_KG[None, None, :, :, None] - lse_LBKGQ)
+        d_sinks_KG = -jnp.sum(p_LBKGQ * mean_LBKGQ, axis=(0, 1, 4))
     # Integers have no gradient.
-    return *gradients_qkv, None, None
+    return *gradients_qkv, d_sinks_KG, None, None
 
 
 _attend.defvjp(_forward, _backward)

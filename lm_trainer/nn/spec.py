@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lm_trainer.nn.mixer_spec import Mixer
 
 from lm_trainer.nn.expert_spec import MoeSpec
+from lm_trainer.nn.layer_sections import LayerSection, find_sections
 
 Activation = Literal["gelu", "gelu_new", "relu", "silu", "quick_gelu", "tanh", "relu2"]
 """`gelu` is the exact form, `gelu_new` its tanh approximation, `quick_gelu` its sigmoid approximation; `relu2` is the
@@ -191,6 +192,9 @@ class AttentionSpec:
     """Size of value vectors; None: head_dim."""
     gated: bool = False
     """Multiply the result of each head by the sigmoid of another linear map of the input."""
+    sinks: bool = False
+    """Add a learned logit per head to the scores of each query, like a key whose value is zero (Xiao et al. 2023,
+    arXiv 2309.17453, section 3.3)."""
 
     @property
     def kv_heads(self) -> int:
@@ -342,18 +346,22 @@ class DecoderSpec:
     init_std: float = 0.02
     """Standard deviation of initial weights, except weights that write to the residual stream."""
     scan: bool = False
-    """Run the repeats of the layer period as one loop, which compiles fast but runs slightly slower. Parameters are the
-    same."""
+    """Run the repeats of the period of each section of layers as one loop, which compiles fast but runs slightly
+    slower. Parameters are the same."""
     remat: Remat = "none"
     remat_groups: int = 0
     """Number of groups of loop iterations. Only the input of each group is saved for the backward pass, which
     recomputes the input of each layer. 0: the input of each layer is saved."""
+    prefix: int = 0
+    """Number of first layers that differ from the others, such as layers without experts. The other layers then repeat
+    a period of their own, so that equal layers are stacked, and compiled once."""
 
     @property
     def encoder_stack(self) -> DecoderSpec:
         """The layers of the encoder, run and initialized like the layers of the decoder."""
         assert self.encoder is not None
-        return replace(self, blocks=self.encoder.blocks, num_positions=self.encoder.num_positions, encoder=None)
+        positions = self.encoder.num_positions
+        return replace(self, blocks=self.encoder.blocks, prefix=0, num_positions=positions, encoder=None)
 
     @property
     def saves_inside_layers(self) -> bool:
@@ -375,10 +383,14 @@ class DecoderSpec:
         return sum(block.has_experts for block in self.blocks)
 
     @property
-    def period(self) -> int:
-        """Smallest number p with blocks[i] == blocks[i % p] for every layer i.
+    def sections(self) -> tuple[LayerSection, ...]:
+        """The layers of the prefix, if there is one, and the other layers."""
+        return find_sections(self.blocks, self.prefix)
 
-        Parameters are stacked over the repeats of the period: layer i is row i // p of the arrays in `blocks.<i % p>`.
+    @property
+    def layers_by_slot(self) -> tuple[range, ...]:
+        """Numbers of the layers at each slot of the sections.
+
+        Parameters are stacked over the layers of a slot: arrays in `blocks.<slot>` have a row for each of its layers.
         """
-        n = len(self.blocks)
-        return next(p for p in range(1, n + 1) if all(self.blocks[i] == self.blocks[i % p] for i in range(n)))
+        return tuple(layers for section in self.sections for layers in section.layers_by_slot)

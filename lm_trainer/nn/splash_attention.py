@@ -72,13 +72,13 @@ def compute(spec: AttentionSpec, inputs: AttentionInputs, *, interpret: bool = F
         inputs: inputs of the kernel.
         interpret: run the kernel with the interpreter of Pallas, on any platform.
     """
-    q_BSNH, k_BSKH, v_BSKH, _, segments_BS = inputs
+    q_BSNH, k_BSKH, v_BSKH, _, segments_BS, sinks_N = inputs
     assert segments_BS is not None
     run = functools.partial(_run, spec, interpret=interpret)
     mesh = jax.typeof(q_BSNH).sharding.mesh
     free = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
     if all(mesh.shape[axis] == 1 for axis in free):
-        return run(q_BSNH, k_BSKH, v_BSKH, segments_BS)
+        return run(q_BSNH, k_BSKH, v_BSKH, segments_BS, sinks_N)
 
     def divisible_axes(axes: tuple[str, ...], count: int) -> tuple[str, ...]:
         axes = tuple(axis for axis in axes if axis in free)
@@ -91,27 +91,28 @@ def compute(spec: AttentionSpec, inputs: AttentionInputs, *, interpret: bool = F
     divided = jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=(partition, partition, partition, PartitionSpec(rows)),
+        in_specs=(partition, partition, partition, PartitionSpec(rows), PartitionSpec(heads)),
         out_specs=partition,
         axis_names=free,
         check_vma=False,
     )
-    return divided(q_BSNH, k_BSKH, v_BSKH, segments_BS)
+    return divided(q_BSNH, k_BSKH, v_BSKH, segments_BS, sinks_N)
 
 
-def _run(
+def _run(  # noqa: PLR0913 - the arguments of attention
     spec: AttentionSpec,
     q_BSNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     segments_BS: jax.Array,
+    sinks_N: jax.Array | None,
     *,
     interpret: bool,
 ) -> jax.Array:
     # With `upcast`, queries and keys are float32 and values are not, but the kernel supports only one dtype.
     q_BNSH, k_BKSH, v_BKSH = (x.swapaxes(1, 2).astype(q_BSNH.dtype) for x in (q_BSNH, k_BSKH, v_BSKH))
     kernel = _make_kernel(spec, q_BNSH, interpret=interpret)
-    o_BNSH = jax.vmap(kernel)(q_BNSH, k_BKSH, v_BKSH, segments_BS)
+    o_BNSH = jax.vmap(functools.partial(kernel, sinks=sinks_N))(q_BNSH, k_BKSH, v_BKSH, segments_BS)
     return o_BNSH.swapaxes(1, 2).astype(v_BSKH.dtype)
 
 
@@ -145,7 +146,7 @@ def _make_kernel(spec: AttentionSpec, q_BNSH: jax.Array, *, interpret: bool) -> 
         residual_checkpoint_name=RESIDUAL,
         interpret=interpret,
     )
-    return lambda q, k, v, segments: kernel(q, k, v, segment_ids=splash.SegmentIds(segments, segments))
+    return lambda q, k, v, segments, sinks: kernel(q, k, v, splash.SegmentIds(segments, segments), sinks)
 
 
 def choose_block_size(spec: AttentionSpec, length: int) -> int:

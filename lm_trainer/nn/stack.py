@@ -21,6 +21,7 @@ from lm_trainer.nn.attention_kernel import RESIDUAL
 from lm_trainer.nn.block import Block
 from lm_trainer.nn.cache import LayerCache
 from lm_trainer.nn.init import Initializer, build_stacked
+from lm_trainer.nn.layer_sections import LayerSection
 from lm_trainer.nn.read import is_gathering, saves_all_but_gathered
 from lm_trainer.nn.router import RouterStats, zero_router_stats
 from lm_trainer.nn.spec import DecoderSpec, OffloadPolicy, Remat
@@ -40,18 +41,20 @@ _Run = Callable[[_Carry, Block, jax.Array | int], _Carry]
 
 
 def build_blocks(spec: DecoderSpec, *, init: Initializer) -> nnx.Dict:
-    """Builds all layers. Entry "j" holds the layers at slot j of the period; each parameter has a leading `layers`
-    axis.
+    """Builds all layers. Entry "j" holds the layers at slot j; each parameter has a leading `layers` axis.
 
     Every layer has its own key, so parameters do not depend on how the layers are run.
     """
     keys = jax.random.split(init.rngs.params(), len(spec.blocks))
 
-    def build(slot: int, rngs: nnx.Rngs) -> Block:
-        return Block(spec.blocks[slot], spec.hidden_dim, init=dataclasses.replace(init, rngs=rngs, flat=True))
+    def build(layer: int, rngs: nnx.Rngs) -> Block:
+        return Block(spec.blocks[layer], spec.hidden_dim, init=dataclasses.replace(init, rngs=rngs, flat=True))
 
-    slots = range(spec.period)
-    return nnx.Dict({str(j): build_stacked(functools.partial(build, j), keys[j :: spec.period]) for j in slots})
+    def build_slot(layers: range) -> Block:
+        slot_keys = keys[layers.start : layers.stop : layers.step]
+        return build_stacked(functools.partial(build, layers.start), slot_keys)
+
+    return nnx.Dict({str(slot): build_slot(layers) for slot, layers in enumerate(spec.layers_by_slot)})
 
 
 def run_blocks(  # noqa: PLR0913 - what a pass through the layers shares
@@ -70,7 +73,6 @@ def run_blocks(  # noqa: PLR0913 - what a pass through the layers shares
 
     Returns the stream, the cache, and the sums of the router statistics over the layers (None without routers).
     """
-    slots = [blocks[str(j)] for j in range(len(blocks))]
     apply = _apply if cache is not None else _apply_with_remat(spec.remat, in_loop=spec.scan)
 
     def run(carry: _Carry, block: Block, layer: jax.Array | int) -> _Carry:
@@ -78,12 +80,26 @@ def run_blocks(  # noqa: PLR0913 - what a pass through the layers shares
         layer_key = None if key is None else jax.random.fold_in(key, layer)
         return apply(block, carry, context, jnp.asarray(layer, jnp.int32), layer_key)
 
-    stats = zero_router_stats() if spec.num_routers else None
-    if not spec.scan:
-        return _run_unrolled(run, (x_BSD, cache, stats), slots, len(spec.blocks))
-    return _run_as_loop(
-        run, (x_BSD, cache, stats), slots, len(spec.blocks), 0 if cache is not None else spec.remat_groups
-    )
+    carry: _Carry = (x_BSD, cache, zero_router_stats() if spec.num_routers else None)
+    groups = 0 if cache is not None else spec.remat_groups
+    for section in _sections(spec, blocks):
+        slots = [blocks[str(slot)] for slot in section.slots]
+        from_first = _count_from(section.layers.start, run)
+        if spec.scan:
+            carry = _run_as_loop(from_first, carry, slots, len(section.layers), groups)
+        else:
+            carry = _run_unrolled(from_first, carry, slots, len(section.layers))
+    return carry
+
+
+def _sections(spec: DecoderSpec, blocks: nnx.Dict) -> Sequence[LayerSection]:
+    """Returns the sections of the layers of `blocks`, which may be a part of a model, or have a slot for each layer."""
+    return spec.sections if spec.prefix else (LayerSection(range(len(spec.blocks)), len(blocks)),)
+
+
+def _count_from(start: int, run: _Run) -> _Run:
+    """Returns `run` for layers that are counted from layer `start`."""
+    return (lambda carry, block, layer: run(carry, block, start + layer)) if start else run
 
 
 def run_layer(  # noqa: PLR0913 - as for `run_blocks`

@@ -7,7 +7,7 @@ Shape letters: B rows, S positions, D hidden dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.nn.attention import make_context
 from lm_trainer.nn.attention_dispatch import uses_ring
 from lm_trainer.nn.decoder import Decoder
+from lm_trainer.nn.layer_sections import slot_of_each_layer
 from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, hidden_loss, hidden_nll
 from lm_trainer.nn.ring_layout import from_zigzag, to_zigzag
 from lm_trainer.nn.router import RouterStats, zero_router_stats
@@ -56,7 +57,7 @@ class LayerStack:
 
     num_layers: int
     layers: tuple[str, ...]
-    """Name prefixes of the parameters of a layer, such as `blocks.0.`; several if layers of several kinds alternate.
+    """Name prefixes of the parameters of a layer, such as `blocks.0.`; several if there are several kinds of layers.
     The parameters have a leading axis over the layers of their kind."""
     embed: Callable[[Any, Batch, jax.Array | None], Stream]
     """`embed(model, batch, key)` returns the stream before the first layer."""
@@ -68,23 +69,27 @@ class LayerStack:
     )
     """Same as `layer`, but its derivative recomputes only the values that the model's `remat` selects; None:
     derivatives recompute everything."""
+    numbers: tuple[range, ...] | None = field(default=None, kw_only=True)
+    """Numbers of the layers of each kind; None: the kinds alternate."""
 
     @property
-    def period(self) -> int:
-        """Number of kinds of layers; layers with the same index modulo the period are of one kind."""
-        return len(self.layers)
+    def layers_by_kind(self) -> tuple[range, ...]:
+        """`numbers` with its default resolved."""
+        if self.numbers is not None:
+            return self.numbers
+        return tuple(range(kind, self.num_layers, len(self.layers)) for kind in range(len(self.layers)))
 
-    def run(self, model: nnx.Module, batch: Batch, key: jax.Array | None, memory: Any = None) -> Stream:
-        """Computes the stream after the last layer of a complete model; `memory` as in `Stream`."""
+    def streams(self, model: nnx.Module, batch: Batch, key: jax.Array | None, memory: Any = None) -> Iterator[Stream]:
+        """Yields the stream of a complete model after the embedding and after each layer; `memory` as in `Stream`."""
         graphdef, state = nnx.split(model, nnx.Param)
         tree = nnx.to_pure_dict(state)
         stream = self.embed(model, batch, key)._replace(memory=memory)
-        for number in range(self.num_layers):
-            row, slot = divmod(number, self.period)
+        yield stream
+        for number, (slot, row) in enumerate(slot_of_each_layer(self.layers_by_kind)):
             params = {n: x[row] if n.startswith(self.layers[slot]) else x for n, x in named_leaves(tree).items()}
             layer_model = nnx.merge(graphdef, from_named_leaves(tree, params))
             stream = self.layer(layer_model, slot, stream, batch, jnp.int32(number), key)._replace(memory=memory)
-        return stream
+            yield stream
 
 
 @dataclass(frozen=True)
@@ -117,10 +122,15 @@ class StagedLoss(LayerStack):
 
     def __call__(self, model: nnx.Module, batch: Batch, key: jax.Array | None) -> LossSums:
         """Computes the loss of a complete model. Returns the results of `head`."""
-        memory = None
-        if self.memory is not None:
-            memory = self.memory.finish(model, self.memory.run(model, batch, key), batch, key)
-        return self.head(model, self.run(model, batch, key, memory), batch, key)
+        *_, stream = self.streams(model, batch, key, self.compute_memory(model, batch, key))
+        return self.head(model, stream, batch, key)
+
+    def compute_memory(self, model: nnx.Module, batch: Batch, key: jax.Array | None) -> Any:
+        """Computes the `memory` of all streams; None without layers that run first."""
+        if self.memory is None:
+            return None
+        *_, stream = self.memory.streams(model, batch, key)
+        return self.memory.finish(model, stream, batch, key)
 
 
 def hidden_after_layers(model: Decoder, stream: Stream, batch: Batch, key: jax.Array | None) -> jax.Array:
@@ -204,10 +214,10 @@ def decoder_stages(spec: DecoderSpec, dtype: DTypeLike, head: HeadFn, memory: Me
         return head(model, h_BSD, stream, batch)
 
     saving = partial(layer_with, spec.remat) if spec.saves_inside_layers else None
-    layers = tuple(f"blocks.{slot}." for slot in range(spec.period))
-    layer, count = partial(layer_with, "none"), len(spec.blocks)
+    layer, count, numbers = partial(layer_with, "none"), len(spec.blocks), spec.layers_by_slot
+    layers = tuple(f"blocks.{slot}." for slot in range(len(numbers)))
     memory = memory if spec.encoder is None else _encoder_stages(spec.encoder_stack, dtype)
-    return StagedLoss(count, layers, embed, layer, last, saving_layer=saving, memory=memory)
+    return StagedLoss(count, layers, embed, layer, last, saving_layer=saving, numbers=numbers, memory=memory)
 
 
 def _encoder_stages(stack: DecoderSpec, dtype: DTypeLike) -> MemoryStack:
@@ -229,8 +239,9 @@ def _encoder_stages(stack: DecoderSpec, dtype: DTypeLike) -> MemoryStack:
         return model.encoder.final_norm(stream.x_BSD)
 
     saving = partial(layer_with, stack.remat) if stack.saves_inside_layers else None
-    layers = tuple(f"encoder.blocks.{slot}." for slot in range(stack.period))
-    return MemoryStack(len(stack.blocks), layers, embed, partial(layer_with, "none"), finish, saving_layer=saving)
+    layer, count, numbers = partial(layer_with, "none"), len(stack.blocks), stack.layers_by_slot
+    layers = tuple(f"encoder.blocks.{slot}." for slot in range(len(numbers)))
+    return MemoryStack(count, layers, embed, layer, finish, saving_layer=saving, numbers=numbers)
 
 
 def frozen_stack(
@@ -257,5 +268,6 @@ def frozen_stack(
         without_dropout(stages.embed),
         without_dropout(stages.layer),
         without_dropout(stages.head),
+        numbers=stages.numbers,
         name=name,
     )

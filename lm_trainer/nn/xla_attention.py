@@ -23,9 +23,11 @@ little more and take longer to compile."""
 
 def xla_attention(spec: AttentionSpec, inputs: AttentionInputs, key: jax.Array | None) -> jax.Array:
     """Computes softmax(q k^T + bias) v, [B, S, N, H], with the H and the dtype of `v_BTKH`; `key` is for dropout."""
-    q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS = inputs
+    q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS, _ = inputs
     scores, queries = spec.scores, q_BSNH.shape[1]
-    attention_fn = functools.partial(dot_product_attention, dropout_rate=scores.dropout, softcap=scores.softcap)
+    attention_fn = functools.partial(
+        dot_product_attention, dropout_rate=scores.dropout, softcap=scores.softcap, sinks_N=inputs.sinks_N
+    )
     if scores.block_size is not None and scores.block_size < queries:
         return _attend_query_blocks(attention_fn, scores.block_size, inputs, key)
     attends_to_itself = segments_BS is not None and queries == k_BTKH.shape[1]
@@ -44,7 +46,7 @@ def _attend_causal_blocks(
     """Processes blocks of queries, each with only the keys that at least one of its queries can see; the bias masks the
     others.
     """
-    q_BSNH, k_BTKH, v_BTKH, bias_BNST, _ = inputs
+    q_BSNH, k_BTKH, v_BTKH, bias_BNST, *_ = inputs
     length = q_BSNH.shape[1]
     size = max(_MIN_BLOCK_QUERIES, -(-length // _MAX_BLOCKS))
 
@@ -62,7 +64,7 @@ def _attend_query_blocks(
     attention_fn: AttentionFn, size: int, inputs: AttentionInputs, key: jax.Array | None
 ) -> jax.Array:
     """Computes the scores of `size` queries at a time, and recomputes them for gradients; same results as unblocked."""
-    q_BSNH, k_BTKH, v_BTKH, bias_BNST, _ = inputs
+    q_BSNH, k_BTKH, v_BTKH, bias_BNST, *_ = inputs
     length = q_BSNH.shape[1]
     count = -(-length // size)
 
@@ -91,10 +93,11 @@ def dot_product_attention(  # noqa: PLR0913 - the arguments of attention
     *,
     dropout_rate: float = 0.0,
     softcap: float | None = None,
+    sinks_N: jax.Array | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
     """Computes softmax(softcap(q k^T) + bias) v, with scores in the dtype of q and the softmax in float32.
-    Differentiable with respect to q, k and v.
+    Differentiable with respect to q, k, v and the sinks, which join the scores of each query in the softmax.
     """
     scores_BNST = _multiply_groups("bkch,bkth->bkct", _swap_heads_first(q_BSNH), k_BTKH).astype(jnp.float32)
     if softcap is not None:
@@ -102,10 +105,16 @@ def dot_product_attention(  # noqa: PLR0913 - the arguments of attention
     scores_BNST = scores_BNST + bias_BNST
     # The result of the softmax does not depend on the subtracted value, so omitting its gradient loses no accuracy.
     highest = jax.lax.stop_gradient(jnp.max(scores_BNST, axis=-1, keepdims=True))
+    sinks_1N11 = None if sinks_N is None else sinks_N.astype(jnp.float32)[None, :, None, None]
+    if sinks_1N11 is not None:
+        highest = jnp.maximum(highest, jax.lax.stop_gradient(sinks_1N11))
     e_BNST = jnp.exp(scores_BNST - highest)
+    sums_BNS1 = jnp.sum(e_BNST, axis=-1, keepdims=True)
+    if sinks_1N11 is not None:
+        sums_BNS1 = sums_BNS1 + jnp.exp(sinks_1N11 - highest)
     # Divides the result, because the probabilities have T / H times as many elements. The explicit reciprocal is needed
     # because a compiler may turn a division into a reciprocal in one program and not in another.
-    r_BNS1 = 1.0 / jnp.sum(e_BNST, axis=-1, keepdims=True)
+    r_BNS1 = 1.0 / sums_BNS1
     # Dropout after the sum, because dropout of the probabilities would not change the sum either.
     e_BNST = dropout(e_BNST, dropout_rate, key).astype(v_BTKH.dtype)
     o_BNSH = _multiply_groups("bkct,bkth->bkch", e_BNST, v_BTKH) * r_BNS1.astype(v_BTKH.dtype)

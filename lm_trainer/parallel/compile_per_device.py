@@ -15,6 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from lm_trainer.core.jax_internals import load_on_device_sets
 from lm_trainer.core.jax_types import Device
+from lm_trainer.parallel.kept_programs import send_new_programs
 from lm_trainer.parallel.processes import is_lead, wait_for_all
 from lm_trainer.parallel.target_platform import compiling_for, target_platform
 
@@ -63,14 +64,17 @@ def compile_on_each(
 def _after_the_first_process(device_sets: Sequence[Sequence[Device]]) -> Iterator[None]:
     """Lets process 0 go first in work that every process does. Only process 0 writes to JAX's compilation cache.
 
+    If the run keeps its programs, process 0 sends the new ones to the others, which may not see its cache.
     Has no effect for programs that run on devices of several processes, which compile such programs together.
     """
     shared = any(device.process_index != jax.process_index() for devices in device_sets for device in devices)
     if not shared and not is_lead():
         wait_for_all("the first process has compiled")
+        send_new_programs()
     yield
     if not shared and is_lead():
         wait_for_all("the first process has compiled")
+        send_new_programs()
 
 
 def disable_cache_for(device_sets: Sequence[Sequence[Device]]) -> None:

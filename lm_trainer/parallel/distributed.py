@@ -114,6 +114,7 @@ _SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PRO
 _PORTS = 1 << 12
 """The highest ports, which operating systems never assign to clients; JAX uses one of them too."""
 _TPU_FILES = ("/dev/accel0", "/dev/vfio/0")
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _OPEN_MPI = ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE")
 
 
@@ -126,9 +127,9 @@ def find_cluster(environ: Mapping[str, str]) -> Cluster | None:
     Raises:
         UserError: if the processes of a node cannot share its GPUs equally.
     """
-    if int(environ.get("SLURM_NTASKS") or 1) > 1:
+    if _read_count(environ, "SLURM_NTASKS", 1) > 1:
         return _slurm_cluster(environ)
-    if all(name in environ for name in _OPEN_MPI) and int(environ["OMPI_COMM_WORLD_SIZE"]) > 1:
+    if all(name in environ for name in _OPEN_MPI) and _read_count(environ, "OMPI_COMM_WORLD_SIZE", 1) > 1:
         return Cluster("Open MPI", True)
     hosts = environ.get("TPU_PROCESS_ADDRESSES", environ.get("TPU_WORKER_HOSTNAMES", ""))
     if "," in hosts or "MEGASCALE_COORDINATOR_ADDRESS" in environ:
@@ -136,6 +137,18 @@ def find_cluster(environ: Mapping[str, str]) -> Cluster | None:
     if not hosts and _needs_metadata_server(environ):
         return Cluster("the TPU's metadata server", True, uncertain=True)
     return None
+
+
+def _read_count(environ: Mapping[str, str], name: str, default: int) -> int:
+    """Returns the number in an environment variable. Raises `UserError` if it is none."""
+    text = environ.get(name) or str(default)
+    if not text.isdecimal():
+        raise _environment_error(name, text)
+    return int(text)
+
+
+def _environment_error(name: str, text: str) -> UserError:
+    return UserError(f"{name} in the environment is {text!r}, which is no number of SLURM or MPI; unset or correct it")
 
 
 def _needs_metadata_server(environ: Mapping[str, str]) -> bool:
@@ -161,7 +174,7 @@ def _slurm_coordinator(environ: Mapping[str, str]) -> str:
     """
     if "JAX_COORDINATOR_ADDRESS" in environ:
         return environ["JAX_COORDINATOR_ADDRESS"]
-    number = int(environ["SLURM_JOB_ID"]) + 61 * int(environ.get("SLURM_STEP_ID") or 0)
+    number = _read_count(environ, "SLURM_JOB_ID", 0) + 61 * _read_count(environ, "SLURM_STEP_ID", 0)
     port = environ.get("JAX_COORDINATOR_PORT") or number % _PORTS + (1 << 16) - _PORTS
     return f"{first_host(environ['SLURM_STEP_NODELIST'])}:{port}"
 
@@ -187,15 +200,18 @@ def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
             f"{tasks} processes on this node cannot share its {len(visible)} GPUs equally; ask SLURM for another "
             f"--ntasks-per-node, or set trainer.distributed.local_device_ids"
         )
-    share, local = len(visible) // tasks, int(environ["SLURM_LOCALID"])
+    share, local = len(visible) // tasks, _read_count(environ, "SLURM_LOCALID", 0)
     return tuple(range(local * share, (local + 1) * share))
 
 
 def _tasks_on_node(environ: Mapping[str, str]) -> int | None:
     """Returns the number of tasks of this step on this node, from a list such as `4(x2),2`; None if not set."""
     counts: list[int] = []
-    for part in filter(None, environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):
-        count, _, times = part.partition("(x")
-        counts += [int(count)] * int(times.rstrip(")") or 1)
-    node = int(environ.get("SLURM_NODEID", 0))
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    for part in filter(None, text.split(",")):
+        match = _TASKS.fullmatch(part)
+        if match is None:
+            raise _environment_error("SLURM_STEP_TASKS_PER_NODE", text)
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = _read_count(environ, "SLURM_NODEID", 0)
     return counts[node] if node < len(counts) else None

@@ -1,8 +1,8 @@
-"""Agreement of the processes of a run on flags, without making the host wait for the step that is being computed."""
+"""Exchange of flags and times among the processes of a run, without making the host wait for the current step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import jax
@@ -20,38 +20,61 @@ class FlagExchange:
     the host then logs, loads data and dispatches the next step. In a run of several processes, each call therefore
     enqueues the exchange of its flags and returns the flags of the previous call, which the devices have combined by
     the time the host reads them. A run of one process exchanges nothing: its flags are returned at once.
+
+    Attributes:
+        seconds: times of each process in the call before, float32 [processes, times]; None before the second call, and
+            in a run of one process.
     """
 
     def __init__(self) -> None:
-        self._combined: jax.Array | None = None
+        self._combined: tuple[jax.Array, jax.Array] | None = None
+        self.seconds: np.ndarray | None = None
 
     @property
     def is_late(self) -> bool:
         """True if `exchange` returns the flags of the previous call."""
         return jax.process_count() > 1
 
-    def exchange(self, flags: Mapping[str, bool]) -> dict[str, bool]:
+    def exchange(self, flags: Mapping[str, bool], seconds: Sequence[float] = ()) -> dict[str, bool]:
         """Returns, by name, whether any process has set each flag.
 
         All processes must call this after the same step, with the same names in the same order. With several processes,
         the first call returns all flags as not set.
+
+        Args:
+            flags: flags of this process.
+            seconds: times of this process, as many in each process. See `seconds` for the times of all processes.
         """
         if not self.is_late:
             return dict(flags)
-        previous, self._combined = self._combined, self._enqueue(list(flags.values()))
-        combined = [False] * len(flags) if previous is None else np.asarray(previous).tolist()
-        return dict(zip(flags, combined, strict=True))
+        previous, self._combined = self._combined, self._enqueue(list(flags.values()), seconds)
+        if previous is None:
+            return dict.fromkeys(flags, False)
+        combined, times = map(np.asarray, previous)
+        self.seconds = times[self._first_devices]
+        return dict(zip(flags, combined.tolist(), strict=True))
 
     @cached_property
     def _mesh(self) -> Mesh:
         return Mesh(np.array(jax.devices()), ("devices",))
 
     @cached_property
-    def _combine(self) -> jax.stages.Wrapped:
-        return jax.jit(lambda flags: jnp.any(flags, axis=0), out_shardings=NamedSharding(self._mesh, PartitionSpec()))
+    def _first_devices(self) -> list[int]:
+        """Position of the first device of each process."""
+        processes = [device.process_index for device in self._mesh.devices]
+        return [processes.index(process) for process in range(jax.process_count()) if process in processes]
 
-    def _enqueue(self, flags: list[bool]) -> jax.Array:
+    @cached_property
+    def _combine(self) -> jax.stages.Wrapped:
+        everywhere = NamedSharding(self._mesh, PartitionSpec())
+        return jax.jit(lambda flags, seconds: (jnp.any(flags, axis=0), seconds), out_shardings=everywhere)
+
+    def _enqueue(self, flags: Sequence[bool], seconds: Sequence[float]) -> tuple[jax.Array, jax.Array]:
+        rows = np.array([flags]), np.array([seconds], np.float32)
+        return wait_on_cpu(self._combine(*map(self._stack, rows)))
+
+    def _stack(self, row: np.ndarray) -> jax.Array:
+        """Returns the rows of all processes, once for each of their devices."""
         sharding = NamedSharding(self._mesh, PartitionSpec("devices"))
-        local = [jax.device_put(np.array([flags]), device) for device in self._mesh.local_devices]
-        stacked = jax.make_array_from_single_device_arrays((self._mesh.size, len(flags)), sharding, local)
-        return wait_on_cpu(self._combine(stacked))
+        local = [jax.device_put(row, device) for device in self._mesh.local_devices]
+        return jax.make_array_from_single_device_arrays((self._mesh.size, *row.shape[1:]), sharding, local)

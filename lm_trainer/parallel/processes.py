@@ -44,6 +44,15 @@ def gather_texts(text: str) -> list[str]:
     return [row.tobytes().rstrip(b"\0").decode() for row in gather(padded)]
 
 
+def broadcast_bytes(content: bytes) -> bytes:
+    """Returns the bytes of process 0 in every process. Waits for all of them."""
+    if jax.process_count() == 1:
+        return content
+    size = int(gather(np.asarray(len(content), np.int64))[0])
+    local = np.frombuffer(content, np.uint8) if is_lead() else np.zeros(size, np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(local)).tobytes()
+
+
 def wait_for_all(barrier: str) -> None:
     """Returns once every process has called it. Fails in all processes if they wait at different barriers."""
     if jax.process_count() > 1:

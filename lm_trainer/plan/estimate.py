@@ -11,13 +11,14 @@ import jax
 from jax.sharding import NamedSharding
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.nn.mixer_spec import DeltaSpec, Mixer, StateSpaceSpec, softmax_spec
+from lm_trainer.nn.mixer_spec import DeltaSpec, LatentSpec, Mixer, StateSpaceSpec, softmax_spec
 from lm_trainer.nn.ring_layout import RingLayout
+from lm_trainer.nn.spec import BlockSpec
 from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
 from lm_trainer.parallel.rehearsal import on_one_shard
 from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.profile.devices import device_platform
-from lm_trainer.profile.expert_kernels import active_mlp_width, expert_copies
+from lm_trainer.profile.expert_kernels import computed_mlp_width, expert_copies
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.model import trace_model
@@ -32,9 +33,9 @@ from lm_trainer.step.state.model_def import ModelDef
 from lm_trainer.step.state.state_sharding import StateSharding
 from lm_trainer.step.state.train_state import abstract_state
 
-MICROBATCH, LAYER, HEAD, STEP = "microbatch", "layer 0 gradient", "leave gradient", "step"
-"""Programs that compute gradients: the program of the full model; for layer-by-layer gradients, the programs of a layer
-and of the head; and the single program of `determinism: fast`."""
+MICROBATCH, LAYER, HEAD, STEP = "microbatch", "layer {} gradient", "leave gradient", "step"
+"""Programs that compute gradients: the program of the full model; for layer-by-layer gradients, the programs of each
+kind of layer and of the head; and the single program of `determinism: fast`."""
 
 _FLOAT32 = 4
 _LAYERS_AT_ONCE = 2
@@ -145,7 +146,7 @@ def _bytes_inside_step(config: RunConfig, model: ModelDef, sharding: StateShardi
     return in_parts + sums * bytes_per_device([stored[n] for n in model.trainable])
 
 
-def estimate_temporary(
+def estimate_temporary(  # noqa: PLR0913 - a microbatch and its devices
     config: RunConfig,
     vocab_size: int,
     itemsize: int,
@@ -153,23 +154,25 @@ def estimate_temporary(
     *,
     fused: bool = False,
     axes: Mapping[str, int] | None = None,
+    platform: str = "tpu",
 ) -> Temporary:
     """Estimates the temporary memory of the computation of a microbatch's gradient.
 
-    Counts the input of every block, the intermediates of one block, and the logits with their gradient. For
-    layer-by-layer gradients, the last two are in separate programs.
+    Counts the input of every block, the intermediates of the largest block, and the logits with their gradient. For
+    layer-by-layer gradients, each kind of block and the logits have separate programs.
 
     Compared with XLA's figure for TPU v5e, for a Llama with 1.2 billion parameters and 2048 positions in bfloat16, the
     estimate is between 5 % too low and 4 % too high with rematerialisation or `model_axis_size` 2, 7 % too low without
     rematerialisation, and 14 % too low with `context_axis_size: 2`.
 
     Args:
-        config: configuration of the run, whose model has one kind of block.
+        config: configuration of the run.
         vocab_size: number of rows of the token embedding.
         itemsize: number of bytes per element in the compute dtype.
         tokens: number of tokens in the microbatch.
         fused: True if attention uses a kernel that stores no scores.
         axes: mesh axis -> number of devices, for the axes that share a microbatch; None: one device.
+        platform: platform of the devices, which decides whether experts that a token did not choose are computed.
 
     Raises:
         UserError: if the model has an encoder.
@@ -181,38 +184,32 @@ def estimate_temporary(
             f"the memory of a {model.type} model is not estimated, because of its encoder: `lmt plan` without a search "
             f"compiles its step and says what that needs"
         )
-    sizes, mlp = _mixer_sizes(spec.blocks[0].mixer, model.seq_len), spec.blocks[0].mlp
     total_tokens = tokens
     # These axes divide rows or positions, whereas tensor parallelism divides heads and the width of the MLP.
     tokens //= math.prod(axes.get(axis, 1) for axis in MODEL_PARALLEL_AXES)
-    tensor = axes.get("model", 1)
-    width, kv_width = sizes.width, sizes.kv_width
-    # Counts for each token of a block: eight arrays as wide as the model (residuals, norms, inputs and outputs of
-    # attention and MLP), three as wide as the MLP (gate, up, their product), and query, key, value and output.
-    mlp_width = 0 if mlp is None else active_mlp_width(mlp)
-    copies = 0 if mlp is None else expert_copies(mlp, spec.hidden_dim)
-    inside = 8 * spec.hidden_dim + copies + (3 * mlp_width + 4 * width) // tensor
-    # Counts only the results of products with weights.
-    products = 2 * spec.hidden_dim + (2 * mlp_width + width + 2 * kv_width) // tensor
-    # Scores of the current layer before and after the softmax, in float32, and also in the dtype of products if it
-    # differs. A ring holds the scores of only one block of keys.
-    pairs = 0 if fused and sizes.may_be_fused else sizes.heads // tensor * min(sizes.keys, model.seq_len)
-    narrow = itemsize < _FLOAT32
-    scores = pairs * (2 * _FLOAT32 + narrow * itemsize)
+    tensor, narrow = axes.get("model", 1), itemsize < _FLOAT32
+    layout = _BlockLayout(spec.hidden_dim, model.seq_len, itemsize, tensor, fused, platform)
+    blocks = [layout.sizes(block) for block in spec.blocks]
+    in_block = [tokens * (itemsize * block.inside + block.scores) for block in blocks]
     # Logits and their gradient are float32, and exist for one block of tokens at a time.
     logits = 2 * _FLOAT32 * min(tokens, model.cross_entropy_block_size or tokens) * vocab_size
-    block = tokens * (itemsize * inside + scores)
     if config.trainer.gathers_layers:
-        return {LAYER: block, HEAD: logits}
+        kinds = enumerate(spec.layers_by_slot)
+        return {**{LAYER.format(kind): in_block[layers.start] for kind, layers in kinds}, HEAD: logits}
     # Full rematerialisation stores only the input of each block; otherwise the intermediates of all blocks are stored
     # for the backward pass. Programs compiled for a TPU v5e also store the float32 terms of norms and activations in
     # bfloat16.
-    everything = inside * (2 * _FLOAT32 if narrow else itemsize) + scores
-    stored_by_policy = {"full": itemsize * spec.hidden_dim, "dots_no_batch": itemsize * (spec.hidden_dim + products)}
     policy = model.remat if isinstance(model.remat, str) else ""
+    stored_values = {
+        "full": [itemsize * spec.hidden_dim for _ in blocks],
+        "dots_no_batch": [itemsize * (spec.hidden_dim + block.products) for block in blocks],
+    }
+    everything = [block.inside * (2 * _FLOAT32 if narrow else itemsize) + block.scores for block in blocks]
     # A pipeline stage stores the activations of all rows in its layers, and idle steps store just as much.
     stages, rows = axes.get("pipeline", 1), max(1, total_tokens // model.seq_len)
-    stored = round(len(spec.blocks) * (rows + stages - 1) / rows) * tokens * stored_by_policy.get(policy, everything)
+    repeats = round(len(blocks) * (rows + stages - 1) / rows)
+    stored = repeats * tokens * sum(stored_values.get(policy, everything)) // len(blocks)
+    block = max(in_block)
     if not config.trainer.bitwise:
         return {STEP: stored + max(block, logits)}
     # XLA makes a low-precision copy of unsharded parameters before the loop over the layers.
@@ -221,31 +218,82 @@ def estimate_temporary(
     return {MICROBATCH: stored + max(block + copy, logits)}
 
 
+class _BlockSizes(NamedTuple):
+    """Sizes per token on one device."""
+
+    inside: int
+    """Number of values that one block computes."""
+    products: int
+    """Number of results of products with weights."""
+    scores: int
+    """Size of scores in bytes."""
+
+
+class _BlockLayout(NamedTuple):
+    """Layout of the blocks of a model on devices."""
+
+    hidden: int
+    seq_len: int
+    itemsize: int
+    """Number of bytes per element in the compute dtype."""
+    tensor: int
+    """Number of devices that share heads and the width of the MLP."""
+    fused: bool
+    """True if attention uses a kernel that stores no scores."""
+    platform: str
+
+    def sizes(self, block: BlockSpec) -> _BlockSizes:
+        mixer, mlp = _mixer_sizes(block.mixer, self.seq_len), block.mlp
+        mlp_width = 0 if mlp is None else computed_mlp_width(mlp, self.platform)
+        copies = 0 if mlp is None else expert_copies(mlp, self.hidden, self.platform)
+        # Scores of the current layer before and after the softmax, in float32, and also in the dtype of products if it
+        # differs. A ring holds the scores of only one block of keys.
+        fused = self.fused and mixer.may_be_fused
+        pairs = 0 if fused else mixer.heads // self.tensor * min(mixer.keys, self.seq_len)
+        score_bytes = 2 * _FLOAT32 + (self.itemsize if self.itemsize < _FLOAT32 else 0)
+        return _BlockSizes(
+            # Eight arrays as wide as the model (residuals, norms, inputs and outputs of attention and MLP), three as
+            # wide as the MLP (gate, up, their product), and the arrays of the mixer.
+            inside=8 * self.hidden + copies + (3 * mlp_width + mixer.inside) // self.tensor,
+            products=2 * self.hidden + (2 * mlp_width + mixer.products) // self.tensor,
+            scores=pairs * score_bytes,
+        )
+
+
 class _MixerSizes(NamedTuple):
     heads: int
-    width: int
-    """Width of queries, values and results; of a recurrence, of all that it computes for a head."""
-    kv_width: int
+    inside: int
+    """Number of values per token that the mixer computes: queries, keys, values, results."""
+    products: int
+    """Number of results of products of the input with weights."""
     keys: int
     """Number of positions for which a query has scores at a time."""
-    may_be_fused: bool
+    may_be_fused: bool = False
     """True if a kernel may store no scores."""
 
 
 def _mixer_sizes(mixer: Mixer, length: int) -> _MixerSizes:
     match mixer:
         case StateSpaceSpec():
-            width, vectors = mixer.num_heads * mixer.head_dim, mixer.num_groups * mixer.state_dim
-            return _MixerSizes(mixer.num_heads, 2 * width, vectors, mixer.chunk_size, may_be_fused=False)
+            # A recurrence computes twice its width for each head.
+            width, vectors = 2 * mixer.num_heads * mixer.head_dim, mixer.num_groups * mixer.state_dim
+            return _MixerSizes(mixer.num_heads, 4 * width, width + 2 * vectors, mixer.chunk_size)
         case DeltaSpec():
-            width, vectors = mixer.num_heads * mixer.value_dim, mixer.num_key_heads * mixer.key_dim
-            return _MixerSizes(2 * mixer.num_heads, 2 * width, vectors, mixer.chunk_size, may_be_fused=False)
+            width, vectors = 2 * mixer.num_heads * mixer.value_dim, mixer.num_key_heads * mixer.key_dim
+            return _MixerSizes(2 * mixer.num_heads, 4 * width, width + 2 * vectors, mixer.chunk_size)
     attention = softmax_spec(mixer)
     assert attention is not None
     ring = attention.scores.backend == "ring"
     keys = RingLayout.for_rows(attention, length, 1).size if ring else attention.scores.block_size or length
     width, kv_width = attention.num_heads * attention.head_dim, attention.kv_heads * attention.head_dim
-    return _MixerSizes(attention.num_heads, width, kv_width, keys, may_be_fused=True)
+    inside, products = 4 * width, width + 2 * kv_width
+    if isinstance(mixer, LatentSpec):
+        value_width = mixer.num_heads * mixer.value_dim
+        latents = mixer.latent_dim + mixer.rotary_dim + (mixer.query_latent_dim or 0)
+        # Keys are joined of two parts, of which only the part without positions is a product.
+        inside = 2 * width + 2 * value_width + 2 * latents
+        products = width + mixer.num_heads * mixer.plain_dim + value_width + latents
+    return _MixerSizes(attention.num_heads, inside, products, keys, may_be_fused=True)
 
 
 def compile_temporary(config: RunConfig, vocab_size: int) -> Temporary:

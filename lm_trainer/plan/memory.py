@@ -136,7 +136,7 @@ class StepMemory:
         rows = 1 if axes["pipeline"] > 1 else self.rows
         head_shards = self.config.trainer.step_plan.compute_shards("heads", axes)
         flops = []
-        for attention in softmax_specs(spec.blocks[: spec.period]):
+        for attention in softmax_specs(spec.blocks[layers.start] for layers in spec.layers_by_slot):
             block = kernel_block(attention, length, self._platform)
             share = 1.0 if spec.encoder is not None else computed_share(attention, length, block)
             width = attention.num_heads * attention.head_dim // head_shards

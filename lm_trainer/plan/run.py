@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.attention_dispatch import choose_backend
 from lm_trainer.nn.attention_kernel import AttentionMetadata
+from lm_trainer.nn.expert_spec import MoeSpec
 from lm_trainer.nn.mixer_spec import softmax_specs
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.target_platform import compiling_for
@@ -155,7 +156,7 @@ def plan_run(
     platform = device_platform(group.kind)
     backend, planned_config = attention_backend(config, vocab_size, platform), config
     if not own_compiler:
-        config = _adapt_to_local_compiler(config, platform, backend)
+        config = _adapt_to_local_compiler(config, vocab_size, platform, backend)
     refusals = explain_refusals(group.kind) if own_compiler else nullcontext()
     with refusals, compiling_for(platform if own_compiler else jax.default_backend()):
         growing = 1.0 if own_compiler else _growing_memory_ratio(trainer, backend)
@@ -221,7 +222,7 @@ def _compile_step(memory: StepMemory, work: RunWork, group: DeviceGroup, devices
     return CompiledStep(programs, step_time(programs, work.flops_per_step / group.count, peak.flops, bandwidths))
 
 
-def _adapt_to_local_compiler(config: RunConfig, platform: str, backend: str) -> RunConfig:
+def _adapt_to_local_compiler(config: RunConfig, vocab_size: int, platform: str, backend: str) -> RunConfig:
     """Returns the configuration to compile on this machine such that its memory resembles that on `platform`."""
     # The devices of this machine may not have the kernel, or may choose another backend.
     model, changes = config.model, dict[str, Any](attn_backend="ring" if backend == "ring" else "xla")
@@ -232,6 +233,10 @@ def _adapt_to_local_compiler(config: RunConfig, platform: str, backend: str) -> 
         # On a CPU, XLA merges the recomputation of unrolled layers with the original computation, which saves no
         # memory.
         changes["scan_layers"] = True
+    kernels = {b.mlp.kernel_on(platform) for b in model.spec(vocab_size).blocks if isinstance(b.mlp, MoeSpec)}
+    if kernels and "expert_kernel" in type(model).model_fields:
+        # The kernel that this machine would choose may compute other experts, and need other memory.
+        changes["expert_kernel"] = "dense" if "dense" in kernels else "grouped"
     return config.model_copy(update={"model": model.model_copy(update=changes)})
 
 
@@ -262,6 +267,7 @@ def _plan_ring(config: RunConfig, vocab_size: int, rows: int, flops: int) -> Rin
     spec = config.model.spec(vocab_size)
     share, count = ring_score_fraction(spec, length, devices), flops_per_token(spec, length)
     hidden = round((1 - share) * (count.attention_product + count.attention_softmax))
-    keys = rows * length // devices * max(s.kv_heads * s.head_dim for s in softmax_specs(spec.blocks))
+    width = max(s.kv_heads * (s.head_dim + s.value_size) for s in softmax_specs(spec.blocks))
     # Three times: the forward pass, and the gradients of queries and keys, or of probabilities and values.
-    return RingPlan(devices, share, flops - 3 * hidden, 2 * keys * (2 * jnp.dtype(dtype).itemsize + 3 * 4))
+    size_of_value = 2 * jnp.dtype(dtype).itemsize + 3 * 4
+    return RingPlan(devices, share, flops - 3 * hidden, rows * length // devices * width * size_of_value)

@@ -228,6 +228,7 @@ class _Pricing:
             layout.plan.rows * config.model.seq_len,
             fused=backend not in ("xla", "ring"),
             axes=axes,
+            platform=device_platform(self._group.kind),
         )
         workspace = AttentionWorkspace.of(config, self._vocab_size, self._group.kind, backend, axes)
         temporary = {name: size + workspace.of_program(name, layout.plan.rows) for name, size in temporary.items()}

@@ -28,15 +28,19 @@ def _unneeded_flops(spec: MoeSpec, hidden: int, platform: str) -> int:
             return 0
 
 
-def expert_copies(mlp: MlpSpec | MoeSpec, hidden: int) -> int:
+def expert_copies(mlp: MlpSpec | MoeSpec, hidden: int, platform: str) -> int:
     """Returns the number of values per token in the copies of tokens and results that grouped products need."""
-    if not isinstance(mlp, MoeSpec) or mlp.kernel in ("dense", None):
+    if not isinstance(mlp, MoeSpec) or mlp.kernel_on(platform) == "dense":
         return 0
     return 2 * mlp.top_k * hidden
 
 
-def active_mlp_width(mlp: MlpSpec | MoeSpec) -> int:
-    """Returns the width of the MLP that a token passes, over its experts and the shared expert."""
+def computed_mlp_width(mlp: MlpSpec | MoeSpec, platform: str) -> int:
+    """Returns the width of the MLP that a device computes for a token, over experts and the shared expert.
+
+    The kernel `dense` computes all experts, and other kernels the experts that the token chose.
+    """
     if not isinstance(mlp, MoeSpec):
         return mlp.hidden_dim
-    return mlp.hidden_dim * mlp.top_k + (0 if mlp.shared is None else mlp.shared.hidden_dim)
+    experts = mlp.num_experts if mlp.kernel_on(platform) == "dense" else mlp.top_k
+    return mlp.hidden_dim * experts + (0 if mlp.shared is None else mlp.shared.hidden_dim)

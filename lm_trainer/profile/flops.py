@@ -168,12 +168,16 @@ def recomputed_product_flops(spec: DecoderSpec, *, every_layer: bool = False) ->
     return blocks if every_layer else blocks + sum(_count_products(block, spec) for block in _grouped_blocks(spec))
 
 
-def _grouped_blocks(spec: DecoderSpec) -> tuple[BlockSpec, ...]:
+def _grouped_blocks(spec: DecoderSpec) -> list[BlockSpec]:
     """Returns the layers of the groups, each of which runs once more, to recompute the inputs of the layers."""
     if not spec.remat_groups:
-        return ()
-    periods = len(spec.blocks) // spec.period
-    return spec.blocks[: periods // spec.remat_groups * spec.remat_groups * spec.period]
+        return []
+    grouped = list[BlockSpec]()
+    for layers, period, _ in spec.sections:
+        iterations = len(layers) // period
+        iterations -= iterations % spec.remat_groups
+        grouped += [spec.blocks[layer] for layer in layers[: iterations * period]]
+    return grouped
 
 
 def _recomputed_products(block: BlockSpec, spec: DecoderSpec, *, every_layer: bool) -> int:
@@ -294,8 +298,9 @@ def _mlp_parameters(spec: MlpSpec | MoeSpec | None, hidden: int) -> int:
     if spec is None:
         return 0
     if isinstance(spec, MoeSpec):
-        # A row of the router and the three matrices of each expert.
-        experts = spec.num_experts * (hidden + 3 * hidden * spec.hidden_dim)
+        # A row of the router, and the three matrices and biases of each expert.
+        biases = spec.bias * (2 * spec.hidden_dim + hidden)
+        experts = spec.num_experts * (hidden + 3 * hidden * spec.hidden_dim + biases)
         return experts + spec.num_experts * spec.router.logit_bias + _num_shared_weights(spec.shared, hidden)
     if spec.module is not None:
         return count_part(spec, hidden).total

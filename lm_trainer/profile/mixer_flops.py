@@ -44,7 +44,7 @@ def _count_attention(spec: AttentionSpec, hidden: int, seq_len: int) -> MixerCou
         return MixerCount(2 * part.matrices, 0, 4 * seq_len * width, 3 * seq_len * heads, part.total)
     value_width, kv_value_width = heads * spec.value_size, kv_heads * spec.value_size
     weights = hidden * (width * (1 + spec.gated) + kv_width + kv_value_width)
-    parameters = weights + hidden * value_width + spec.out_bias * hidden
+    parameters = weights + hidden * value_width + spec.out_bias * hidden + spec.sinks * heads
     if spec.bias:
         parameters += width * (1 + spec.gated) + spec.key_bias * kv_width + kv_value_width
     if spec.qk_norm is not None:

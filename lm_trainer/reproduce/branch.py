@@ -29,6 +29,7 @@ from lm_trainer.run.files.directory import RunDirectory, checkpoint_directory
 from lm_trainer.run.files.environment import describe_environment, environment_differences
 from lm_trainer.run.files.records import RUN, read_run_record
 from lm_trainer.run.training.checkpoints import EMPTY_STEPS
+from lm_trainer.run.weights.saved_model import copy_model_files
 from lm_trainer.run.weights.saved_state import save_state
 from lm_trainer.trackers import Progress
 
@@ -74,7 +75,7 @@ def plan_branch(record: RunRecord, step: int, name: str, overrides: Sequence[str
         raise UserError(f"NAME: {name} is the run to branch; choose another name")
     if any(override.lstrip("-").startswith("trainer.id") for override in overrides):
         raise UserError("trainer.id: the branch is named by NAME; remove the setting")
-    parent, config = _load_configs(record, step, name, overrides)
+    parent, config = load_branch_configs(record, step, name, overrides)
     old, new = numeric_identity(parent), numeric_identity(config)
     change = Change(parent, config, step, changed_keys(old, new, config))
     if reason := find_refusal(change):
@@ -116,7 +117,9 @@ def _check_step(record: RunRecord, step: int) -> None:
         raise UserError(f"{record.id} has done {last} steps so far: --at can be at most {last}")
 
 
-def _load_configs(record: RunRecord, step: int, name: str, overrides: Sequence[str]) -> tuple[RunConfig, RunConfig]:
+def load_branch_configs(
+    record: RunRecord, step: int, name: str, overrides: Sequence[str]
+) -> tuple[RunConfig, RunConfig]:
     """Returns the configurations of the parent after `step` steps, and of the branch."""
     parent = record.load_config(step + 1)
     loaded = load(record.config_file(step + 1), [*overrides, f"trainer.id={name}"], RunConfig)
@@ -196,6 +199,7 @@ def _link_checkpoint(plan: BranchPlan, directory: RunDirectory) -> None:
     assert isinstance(target, Path)
     with directory:
         directory.set_branch(plan.point)
+        copy_model_files(plan.record.checkpoints, target)
         pin_step(target, step, plan.name)
         # Resolved, because the parent may itself be a branch whose first checkpoint is a link.
         (target / str(step)).symlink_to((Path(str(plan.record.checkpoints)) / str(step)).resolve())
@@ -213,6 +217,7 @@ def _replay_checkpoint(plan: BranchPlan, directory: RunDirectory, progress: Prog
                 raise UserError(_explain_difference(record, difference))
         with directory:
             directory.set_branch(point)
+            copy_model_files(record.checkpoints, directory.checkpoints)
             _save_checkpoint(plan, directory, rerun)
 
 

@@ -124,12 +124,10 @@ def replay_step(
         UserError: if the run has no such step, or as for `open_rerun`.
         MachineError: if the gradients cannot be written.
     """
-    start = _nearest_checkpoint_step(record, step)
+    start = find_start_of_step(record, step)
     directory = None if dump_grads is None else local_path(dump_grads).absolute()
     with open_rerun(record, start, overrides=overrides, progress=progress) as recomputed_run:
-        while recomputed_run.state.step < step - 1:
-            progress.phase(f"step {recomputed_run.state.step + 1}, on the way to {step}")
-            recomputed_run.run_step()
+        recomputed_run.run_until(step - 1)
         data, config, batch = recomputed_run.run.data, recomputed_run.run.config, recomputed_run.next_batch()
         progress.phase("losses of the tokens")
         # The losses are computed before the step, because the step donates the state.
@@ -148,7 +146,12 @@ def replay_step(
         )
 
 
-def _nearest_checkpoint_step(record: RunRecord, step: int) -> int:
+def find_start_of_step(record: RunRecord, step: int) -> int:
+    """Returns the nearest point from which a step, counted from 1, can be computed.
+
+    Raises:
+        UserError: if the run has no such step, or as for `RunRecord.find_start`.
+    """
     total = record.load_config(step).trainer.num_train_steps
     if not record.start < step <= total:
         raise UserError(f"the run {record.id} has the steps {record.start + 1} to {total}; there is no step {step}")

@@ -28,7 +28,7 @@ from lm_trainer.run.files.fingerprint import compute_fingerprint, extend_chain
 from lm_trainer.run.train import PreparedRun, prepare_run
 from lm_trainer.run.training.hooks import read_scalar
 from lm_trainer.run.training.metrics import step_metrics
-from lm_trainer.run.weights.saved_model import SETTINGS
+from lm_trainer.run.weights.saved_model import copy_model_files
 from lm_trainer.run.weights.saved_state import arrays_to_save
 from lm_trainer.step.base import Observer
 from lm_trainer.step.updates.watch import WatchConfig
@@ -41,7 +41,8 @@ class Rerun:
     Attributes:
         state: training state after the last step.
         batch: rows of this process in the next step; None until `next_batch` has read them.
-        program: hash of the compiled program; None before the first step.
+        program: hash of the text of the compiled program; None before the first step.
+        graph: hash of the graph of the compiled program; None before the first step.
     """
 
     def __init__(self, run: PreparedRun, start: int, chain: str | None):
@@ -49,6 +50,7 @@ class Rerun:
         self.state = run.state
         self.batch: Batch | None = None
         self.program: str | None = None
+        self.graph: str | None = None
         if self.state.step != start:
             raise UserError(
                 f"the checkpoint of step {start} cannot be used: it is damaged, or the run has replaced it meanwhile"
@@ -71,12 +73,24 @@ class Rerun:
             raise UserError(f"the data end after step {self.state.step}")
         return self.batch
 
+    def compile(self) -> None:
+        """Compiles the next step, unless this has been done."""
+        batch, step = self.next_batch(), self.run.setup.step
+        if not step.is_compiled(self.state.step):
+            self.run.attempt.progress.phase("compiling the training step")
+            executable = step.compile(batch, self.state.step)
+            self.program, self.graph = executable.fingerprint(), executable.graph_hash()
+
+    def run_until(self, completed: int) -> None:
+        """Runs steps until `completed` steps are completed."""
+        while self.state.step < completed:
+            self.run.attempt.progress.phase(f"step {self.state.step + 1}, on the way to {completed + 1}")
+            self.run_step()
+
     def run_step(self, observer: Observer | None = None) -> dict[str, float]:
         """Runs one step, and returns the metrics that a run records for it."""
         batch, step_index, program = self.next_batch(), self.state.step, self.run.setup
-        if not program.step.is_compiled(step_index):
-            self.run.attempt.progress.phase("compiling the training step")
-            self.program = program.step.compile(batch, step_index).fingerprint()
+        self.compile()
         self.state, metrics = program.take_step(self.state, batch, observer)
         self.batch = None
         values = {name: read_scalar(x) for name, x in metrics.items()}
@@ -202,12 +216,9 @@ def _link_checkpoint(config: RunConfig, checkpoints: StoragePath, step: int, scr
         trainer = config.trainer.model_copy(update={"load_checkpoint_path": str(checkpoints / step)})
         return config.model_copy(update={"trainer": trainer})
     scratch.mkdir(parents=True)
-    for name in ("config.yaml", "tokenizer", SETTINGS):
-        source = checkpoints / name
-        if source.is_dir():
-            shutil.copytree(source, scratch / name)
-        elif source.is_file():
-            shutil.copyfile(source, scratch / name)
+    if (checkpoints / "config.yaml").is_file():
+        shutil.copyfile(checkpoints / "config.yaml", scratch / "config.yaml")
+    copy_model_files(checkpoints, scratch)
     (scratch / str(step)).symlink_to(checkpoints / str(step), target_is_directory=True)
     return config
 

@@ -14,7 +14,13 @@ from lm_trainer.core.files import append_line
 from lm_trainer.core.safe_names import path_inside
 from lm_trainer.reproduce.record import RunRecord, is_bitwise_equal
 from lm_trainer.reproduce.rerun import Rerun, configure_as_recorded, open_rerun
-from lm_trainer.run.files.environment import describe_environment, environment_differences
+from lm_trainer.run.files.environment import (
+    GRAPH,
+    PROGRAM,
+    describe_environment,
+    environment_differences,
+    is_same_program,
+)
 from lm_trainer.trackers import Progress
 from lm_trainer.trackers.jsonl import encode_non_finite
 
@@ -115,9 +121,10 @@ def _note_other_program(record: RunRecord, segment: Segment, recomputed_run: Rer
     """
     recorded = record.attempt_at(segment.end)
     rows = recomputed_run.run.setup.step.plans.at(segment.start).rows
-    if recorded.get("rows") != rows or recorded.get("program") in (None, recomputed_run.program):
+    recomputed = {PROGRAM: recomputed_run.program, GRAPH: recomputed_run.graph}
+    if recorded.get("rows") != rows or recorded.get(PROGRAM) is None or is_same_program(recorded, recomputed):
         return []
-    return [f"the program of the step was {recorded['program']}, and is {recomputed_run.program} here"]
+    return [f"the program of the step was {recorded[PROGRAM]}, and is {recomputed_run.program} here"]
 
 
 def compare_step(record: RunRecord, segment: Segment, recomputed_run: Rerun) -> Difference | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -19,6 +18,7 @@ from lm_trainer.data.tokenize.progress import BuildProgress
 from lm_trainer.export.huggingface import check_exportable
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.models import DecoderConfig
+from lm_trainer.nn.nf4 import num_weights
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.profile.flops import flops_per_token, recomputed_flops_per_token
 from lm_trainer.profile.workload import random_batch
@@ -57,7 +57,9 @@ _LOSS_UNITS: dict[DataContent, str] = {
 }
 
 
-def train(config: RunConfig, *, name: str, progress: Progress, allow_config_change: bool = False) -> Summary:
+def train(
+    config: RunConfig, *, name: str, progress: Progress, allow_config_change: bool = False, until: int | None = None
+) -> Summary:
     """Trains until `trainer.num_train_steps`, and resumes from the newest checkpoint of the run if there is one.
 
     Args:
@@ -66,6 +68,8 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
             sets one.
         progress: progress display in the terminal.
         allow_config_change: continue a run that was started with another configuration or other data.
+        until: ends the run after this step, with everything that belongs to the end of a run. The steps are the same as
+            without it, and the run can continue later.
 
     Raises:
         UserError: for anything that the user can fix. Its subclasses are `Preempted` after a stop signal, once
@@ -79,6 +83,7 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
         )
         config, attempt, data, setup = run.config, run.attempt, run.data, run.setup
         options = LoopOptions(data.fingerprints, run.facts, run.flops_per_token, run.recomputed_flops_per_token)
+        options.until = until
         if not data.complete:
             options.build_watch = BuildWatch(config, data, progress)
         if config.hf_save_path is not None:
@@ -100,7 +105,7 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
         loop = opened.parts
         opened.tracker.log_summary(describe_run(run, options.flops_per_token))
 
-        state = train_to_end(loop, run.state, run.batches())
+        state = train_to_end(loop, run.state, run.batches(until))
         sample = None
         # If the run was already complete, there is no sample.
         if state.step > run.state.step and config.trainer.sample_tokens:
@@ -133,7 +138,7 @@ def _is_exportable(model: DecoderConfig) -> bool:
 
 def describe_run(run: PreparedRun, flops_per_token: float) -> dict[str, Any]:
     """Returns facts about a run that its configuration does not contain, as plain data."""
-    parameters = sum(math.prod(shape.shape) for shape in run.setup.model.shapes.values())
+    parameters = sum(num_weights(name, x.shape) for name, x in run.setup.model.shapes.items())
     return {"parameters": parameters, "flops_per_token": flops_per_token, "data": describe_data(run.data)}
 
 
@@ -163,9 +168,9 @@ class PreparedRun:
     settings: HfSettings | None
     """Settings of the published model that the run started from, if any."""
 
-    def batches(self) -> Iterator[Batch]:
-        """Yields the batches from the next step on, with the rows of this process."""
-        return batches_from(self.setup, self.data, self.state.step, self.config.trainer.num_train_steps)
+    def batches(self, until: int | None = None) -> Iterator[Batch]:
+        """Yields the batches from the next step on, with the rows of this process. `until` is as for `train`."""
+        return batches_from(self.setup, self.data, self.state.step, until or self.config.trainer.num_train_steps)
 
 
 @contextmanager
@@ -188,7 +193,7 @@ def prepare_run(
         raise UserError(str(error)) from None
     trainer = config.trainer.model_copy(update={"id": name})
     with open_attempt(trainer, config, progress, allow_config_change=allow_config_change) as attempt:
-        config = config.model_copy(update={"trainer": attempt.config})
+        config = _with_recorded_sections(config, attempt)
         hub_name = check_exports(config, name)
         progress.note(f"run {name}, in {attempt.directory.path}")
         for note in pretrained.notes if pretrained else ():
@@ -197,6 +202,13 @@ def prepare_run(
             for note in data.notes:
                 progress.note(note)
             yield _build_prepared_run(config, attempt, data, pretrained, hub_name)
+
+
+def _with_recorded_sections(config: RunConfig, attempt: Attempt) -> RunConfig:
+    """Returns the configuration with the keys that a run which continues has from its record."""
+    recorded = attempt.directory.config
+    assert isinstance(recorded, RunConfig)
+    return config.model_copy(update={"trainer": attempt.config, "data": recorded.data, "model": recorded.model})
 
 
 def _build_prepared_run(

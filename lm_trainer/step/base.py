@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import jax
 import optax
@@ -22,6 +22,9 @@ from lm_trainer.step.loss.gradient import CurvatureFn, Sums
 from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.train_state import TrainState
 from lm_trainer.step.updates.update import Metrics
+
+Marker = Callable[[Literal["gathered", "computed"], Sequence[jax.Array]], None]
+"""Receives arrays of a step once they are enqueued: gathered parameters, and results of the last microbatches."""
 
 
 class Observer(Protocol):
@@ -70,6 +73,8 @@ class Step(Protocol):
     devices: DeviceGroups
     loops: bool
     """True if programs are called for each microbatch."""
+    marker: Marker | None
+    """Called in steps that gather the full model and then compute without other processes."""
 
     def prepare(self, batch: Batch, step: int = 0) -> None:
         """Same as `compile`, but does nothing in a rehearsal (`lm_trainer.step.rehearse`)."""

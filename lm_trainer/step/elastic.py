@@ -24,8 +24,9 @@ from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.no_fma import without_fma
 from lm_trainer.parallel.ordered_sum import sum_of_squares
 from lm_trainer.parallel.sharded_array import replicate
-from lm_trainer.step.base import Observer, UpdateRule
+from lm_trainer.step.base import Marker, Observer, UpdateRule
 from lm_trainer.step.check.cross_check import CrossCheck
+from lm_trainer.step.check.part_gradients import PartGradients
 from lm_trainer.step.check.recompute import Recomputation, positions_of_groups
 from lm_trainer.step.choose_update import choose_update
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
@@ -33,10 +34,11 @@ from lm_trainer.step.dispatch.executable import Executable, Executables
 from lm_trainer.step.dispatch.mesh_executable import ProgramsDiffer
 from lm_trainer.step.dispatch.mesh_group import MeshWide, can_be_mesh_wide, prefers_mesh_wide
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
+from lm_trainer.step.dispatch.microbatches import Microbatch
 from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.loss.gradient import LossFn, Sums, curvature_sums, loss_and_gradient
 from lm_trainer.step.staged.split_loss import SplitLoss
-from lm_trainer.step.staged.staged_sum import StagedSum, StagesOf
+from lm_trainer.step.staged.staged_sum import StagedSum, StagesOf, Tap
 from lm_trainer.step.staged.stages import PreparedParams
 from lm_trainer.step.staged.whole_model import whole_model_stages
 from lm_trainer.step.state.model_def import ModelDef, Params
@@ -68,6 +70,7 @@ class ElasticStep:
     """
 
     loops = True
+    marker: Marker | None = None
 
     def __init__(  # noqa: PLR0913 - the parts of a step
         self,
@@ -165,9 +168,21 @@ class ElasticStep:
         """Puts this process's rows of the global batch of `step` on their devices."""
         return self._computing.put(batch, self.plans.at(step))
 
-    def gradient(self, state: TrainState, batch: PlacedBatch) -> Sums:
-        """Returns the sums of loss, weights, gradients and reported metrics over the global batch."""
-        return self._gradient(self._prepare_params(state), batch, state.step)
+    def gradient(self, state: TrainState, batch: PlacedBatch, tap: Tap | None = None) -> Sums:
+        """Returns the sums of loss, weights, gradients and reported metrics over the global batch.
+
+        `tap` receives the sums of every microbatch.
+        """
+        return self._gradient(self._prepare_params(state), batch, state.step, tap)
+
+    def part_gradients(self, state: TrainState) -> PartGradients:
+        """Returns the gradients of parts of a batch, for the weights of a state. Must be called after compiling."""
+        rows, stages = self.plans.at(state.step).rows, self._gradient
+        return PartGradients(stages, self._computing, self._prepare_params(state), rows, state.step, self._loads)
+
+    def squares(self, grads: Params) -> jax.Array:
+        """Returns the sum of squares of summed gradients, a float32 scalar, as in a step."""
+        return wait_on_cpu(self._norm(grads))
 
     def recomputation(self, state: TrainState, batch: PlacedBatch) -> Recomputation:
         """Returns the first microbatch of each batch shard, to compute it on other devices."""
@@ -192,7 +207,7 @@ class ElasticStep:
         observed = None if observer is None else observer.before_step(state)
         scalars = {
             **scalars,
-            "squares": wait_on_cpu(self._norm(grads)),
+            "squares": self.squares(grads),
             "learning_rate": self._replicate_scalar(np.float32(learning_rate)),
         }
         params, opt_state, metrics = self._update(state.params, state.opt_state, grads, curvature, scalars)
@@ -214,12 +229,32 @@ class ElasticStep:
         # Gathered parameters are freed when this function returns, which is before the update.
         params = self._prepare_params(state)
         if check is None:
-            sums = self._gradient(params, batch, state.step)
+            sums = self._gradient(params, batch, state.step, self._mark_progress(params, batch))
         else:
             sums = check.compute(self._gradient, self._computing, params, batch, state.step)
         if self._curvature is None or state.step % self._rule.optimizer.curvature_interval:
             return sums, None
         return sums, self._curvature(params, batch, state.step).tree
+
+    def _mark_progress(self, params: PreparedParams, batch: PlacedBatch) -> Tap | None:
+        """Marks the gathered parameters, and returns a function that marks the results of the last microbatches."""
+        marker, gathered, plan = self.marker, params.gathered, batch.plan
+        # With several groups of microbatches, processes wait for one another after each group.
+        if marker is None or gathered is None or self._computing.divide_microbatches(plan).count != plan.count:
+            return None
+        marker("gathered", [min(arrays.values(), key=lambda x: x.size) for arrays in gathered])
+        remaining = sum(map(len, batch.microbatches))
+        results = dict[int, jax.Array]()
+
+        def mark_last(group: int, microbatch: Microbatch, sums: Sums) -> None:
+            nonlocal remaining
+            del microbatch
+            results[group] = next(iter(sums.scalars.values()))
+            remaining -= 1
+            if not remaining:
+                marker("computed", [*results.values()])
+
+        return mark_last
 
     def _update_average(self, state: TrainState, params: Params) -> Params | None:
         if state.averaged is None or self._rule.averaging is None:

@@ -24,7 +24,7 @@ from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
 from lm_trainer.parallel.rehearsal import current_rehearsal, put_abstract
 from lm_trainer.parallel.sharded_array import replicate
-from lm_trainer.step.base import Observer, UpdateRule
+from lm_trainer.step.base import Marker, Observer, UpdateRule
 from lm_trainer.step.check.cross_check import CrossCheck
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, pad_rows
 from lm_trainer.step.dispatch.executable import Executable
@@ -54,6 +54,7 @@ class FastStep:
     """
 
     loops = False
+    marker: Marker | None = None
 
     def __init__(  # noqa: PLR0913 - the parts of a step
         self,

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from lm_trainer.core.errors import EXIT_PREEMPTED, EXIT_STOPPED, UserError
+from lm_trainer.core.errors import EXIT_HARDWARE, EXIT_PREEMPTED, EXIT_STOPPED, UserError
 from lm_trainer.core.files import local_path
+from lm_trainer.core.terminal_loss import redirect_terminal_to_devnull, signals_to_handle
 from lm_trainer.run.config.recorded_keys import config_with_recorded_keys
 from lm_trainer.run.config.run_config import RunConfig, numeric_differences, numeric_identity
 from lm_trainer.run.files.listing import list_runs
@@ -18,8 +19,10 @@ from lm_trainer.run.files.records import RUN, read_run_record, recorded_identity
 from lm_trainer.sweep.settings import SweepRun
 
 EXIT_INTERRUPTED = 130
-_ENDS_SWEEP = (EXIT_PREEMPTED, EXIT_STOPPED, EXIT_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM)
-"""Exit codes of a run that was stopped from outside. The other runs are not started."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ENDS_SWEEP = {EXIT_PREEMPTED, EXIT_STOPPED, EXIT_HARDWARE, *(-n for n in _SIGNALS), *(128 + n for n in _SIGNALS)}
+"""Exit codes of a run that was stopped from outside, or whose device computes wrong results. The other runs are not
+started."""
 
 
 def run_directory(config: RunConfig, run: SweepRun) -> Path:
@@ -74,16 +77,27 @@ def train_runs(commands: Sequence[tuple[str, Sequence[str]]], note: Callable[[st
 
 
 def _run_and_wait(command: Sequence[str]) -> int:
-    process = subprocess.Popen(command)
+    started: list[subprocess.Popen[bytes]] = []
+    received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
         del frame
+        if number == signal.SIGHUP:
+            redirect_terminal_to_devnull()
         # The terminal sends SIGINT to the child too, and a second one would end it before everything is saved.
         if number != signal.SIGINT:
-            process.send_signal(number)
+            received.append(number)
+            for process in started:
+                process.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    # Installed first, because a signal that ends the sweep would leave its run alone.
+    signals = signals_to_handle((*_SIGNALS, signal.SIGUSR1))
+    previous = {number: signal.signal(number, forward) for number in signals}
     try:
+        process = subprocess.Popen(command)
+        started.append(process)
+        for number in received:
+            process.send_signal(number)
         return process.wait()
     finally:
         for number, handler in previous.items():

@@ -60,8 +60,14 @@ def measured(run: Lmt | RunLmt, benchmark: str, *arguments: str | Path) -> dict[
     return json.loads(result.stdout)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("determinism", "recompute"), [("elastic", False), ("layerwise", False), ("layerwise", True)])
+@pytest.mark.parametrize(
+    ("determinism", "recompute"),
+    [
+        pytest.param("elastic", False, marks=pytest.mark.slow),
+        pytest.param("layerwise", False, marks=pytest.mark.exhaustive),
+        pytest.param("layerwise", True, marks=pytest.mark.slow),
+    ],
+)
 def test_the_roofline_counts_the_products_of_the_model(
     run_lmt: RunLmt, config: Path, tmp_path: Path, determinism: str, recompute: bool
 ):

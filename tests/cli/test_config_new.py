@@ -41,6 +41,23 @@ def test_data_is_files_a_set_of_the_hub_or_the_text_of_python(lmt: Lmt, in_tmp_p
 
 
 @pytest.mark.parametrize(
+    "data",
+    [
+        "it's/*.txt",
+        "FILES/FILE.txt",
+        "x'], text_key: y #.txt",
+        'a"b\\n.txt',
+        "a\n  text_key: y\nb.txt",
+        "é\x85\u2028.txt",
+    ],
+)
+def test_names_of_files_are_values_and_nothing_else(lmt: Lmt, in_tmp_path: Path, data: str) -> None:
+    assert lmt("config", "new", "new\nmodel: x.yaml", "--data", data).returncode == 0
+    section = load(in_tmp_path / "new\nmodel: x.yaml", [], RunConfig).config.data
+    assert (section.train_urls, section.text_key) == ([data], "text")
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["my.yaml", "--size", "2B"], "there is no size '2B'; write one of 15M"),
@@ -76,7 +93,8 @@ def test_a_terminal_is_asked_for_what_options_leave_out(
 @pytest.mark.slow
 def test_the_default_file_trains(run_lmt: RunLmt, in_tmp_path: Path) -> None:
     assert run_lmt("config", "new", "my.yaml", cwd=in_tmp_path).returncode == 0
-    short = ("trainer.num_train_steps=3", "trainer.train_batch_size=8", "trainer.id=my", "trainer.sample_tokens=0")
+    trainer = ("num_train_steps=3", "train_batch_size=8", "max_eval_batches=1", "id=my", "sample_tokens=0")
+    short = (*(f"trainer.{setting}" for setting in trainer), "model.num_layers=1", "model.seq_len=64")
     result = run_lmt("train", "my.yaml", *short, cwd=in_tmp_path)
     assert result.returncode == 0, result.stderr
     assert json.loads((in_tmp_path / "logs/my/summary.json").read_text())["step"] == 3

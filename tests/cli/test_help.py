@@ -19,7 +19,7 @@ from tests.conftest import ROOT, RunLmt, lmt_environment
 
 COMMANDS = (
     *("train", "config", "export-hf", "import-hf", "generate", "bench", "data", "launch", "ladder"),
-    *("verify", "replay", "diff", "branch", "golden", "plan", "runs"),
+    *("verify", "replay", "diff", "branch", "without", "bisect", "prove", "golden", "plan", "runs"),
 )
 HEAVY = (
     "jax",

@@ -24,10 +24,13 @@ TAKE_BUCKETS = (
     f"data find {URL}",
     f"data overlap {URL}",
     f"branch --at 1 {URL}",
+    *(f"bisect {command} {URL}" for command in ("runs", "runs x", "spike --step 1", "code --step 1")),
+    f"without {URL}",
+    f"prove --output x --key x {URL}",
     *(f"{command} {URL}" for command in ("chat", "eval", "generate", "export-hf", "export-hf x", "transcribe")),
 )
 """Command lines that read or write runs and exports in object storage."""
-NO_PATHS = {"KEY=VALUE", "[TEXT]", "EVAL", "NAME"}
+NO_PATHS = {"KEY=VALUE", "[TEXT]", "EVAL", "NAME", "DOCUMENT"}
 """Arguments that are no path, or text that may lie anywhere; options are one if their values are called so."""
 PATH_NAMES = {"DIR", "DIRECTORY", "FILE", "FIT.json", "FILE.html"}
 
@@ -46,8 +49,8 @@ def path_arguments() -> Iterator[tuple[str, ...]]:
         arguments_before: list[str] = [
             word
             for parameter in command.params
-            if parameter.required and parameter.param_type_name == "option" and parameter.opts[0] == "--at"
-            for word in (parameter.opts[0], "1")
+            if parameter.required and parameter.param_type_name == "option"
+            for word in (parameter.opts[0], "1" if parameter.metavar in ("N", "STEP") else "x")
         ]
         types = get_type_hints(inspect.unwrap(command.callback))
         for parameter in command.params:

@@ -19,6 +19,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig
 from lm_trainer.data.sources import Row
 from lm_trainer.run.config.run_config import RunConfig
+from tests.conftest import Lmt, refused
 
 EXAMPLES = Path(__file__).parent / "foreign"
 CASES = {
@@ -388,7 +389,7 @@ def test_the_batch_of_trl_is_multiplied_by_the_devices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "key", "reason"),
     [
-        ("load_in_4bit: true", "load_in_4bit", "four or eight bits"),
+        ("load_in_4bit: true", "load_in_4bit", "for the frozen base of an adapter"),
         ("fp16: true", "fp16", "weights stay in float32"),
         ("lr_scheduler_type: polynomial", "lr_scheduler_type", "schedule polynomial"),
         ("neftune_noise_alpha: 5", "neftune_noise_alpha", "no noise is added"),
@@ -398,3 +399,32 @@ def test_the_batch_of_trl_is_multiplied_by_the_devices(tmp_path: Path) -> None:
 def test_what_trl_has_and_we_have_not_is_named(text: str, key: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(f"model_name_or_path: a/b\ndataset_name: a/c\nreport_to: none\n{text}\n")
     assert reason in dict(translate(tmp_path / "a.yaml", RunConfig).lost)[key]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        # LLaMA-Factory's, and transformers' examples of classification and speech.
+        {"model_name_or_path": "a/b", "stage": "sft", "finetuning_type": "lora", "dataset": "c", "template": "llama3",
+         "cutoff_len": 2048, "output_dir": "o", "learning_rate": 1e-4, "num_train_epochs": 3, "bf16": True,
+         "per_device_train_batch_size": 1, "lr_scheduler_type": "cosine"},
+        {"model_name_or_path": "bert", "task_name": "mnli", "learning_rate": 5e-5, "num_train_epochs": 3,
+         "per_device_train_batch_size": 32, "pad_to_max_length": True, "max_train_samples": 5},
+        {"model_name_or_path": "openai/whisper", "language": "hi", "predict_with_generate": True, "dataset_name": "cv",
+         "generation_max_length": 225, "per_device_train_batch_size": 16, "max_steps": 5000},
+    ],
+)  # fmt: skip
+def test_programs_that_share_training_arguments_are_not_taken_for_trl(
+    lmt: Lmt, in_tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    (in_tmp_path / "a.json").write_text(json.dumps(settings))
+    refused(lmt("config", "import", "a.json"), "and not the others", "say whose it is with --from NAME")
+    result = lmt("config", "import", "a.json", "--from", "TRL")
+    assert result.returncode == 0
+    assert "no key of ours is known for it" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["check", "import"])
+def test_a_file_with_characters_that_yaml_does_not_have_is_refused(lmt: Lmt, in_tmp_path: Path, command: str) -> None:
+    (in_tmp_path / "a.yaml").write_bytes(b"trainer:\n  seed: \x00\n")
+    refused(lmt("config", command, "a.yaml"), "a.yaml")

@@ -47,6 +47,21 @@ def test_a_variable_is_refused_where_it_is_written(root: Any, key: Key, value: s
     )
 
 
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"model": {"type": "custom", "factory": "${SCRATCH}/x.py:make"}},
+        {"model": {"type": "custom", "family": "gpt2", "mlp": "~nobody-of-this-name/x.py:make"}},
+        {"data": {"source": {"type": "grain", "factory": "/a/$USER.py:make"}}},
+    ],
+)
+def test_files_of_code_have_the_same_rule(section: Any, in_tmp_path: Path) -> None:
+    file = in_tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump(section))
+    with pytest.raises(ConfigError, match=r"is not replaced by the value of a variable|there is no home of"):
+        load(file, [], RunConfig)
+
+
 def test_a_home_that_there_is_not_is_refused(in_tmp_path: Path) -> None:
     for refuse in (local_path, lambda path: RunConfig.model_validate({"trainer": {"log_dir": path}})):
         with pytest.raises(

@@ -229,6 +229,8 @@ SMALL = {
         "max_eval_batches": 1,
         "max_devices": 1,
         "sample_tokens": 0,
+        "log_jaxprs": False,
+        "log_xla_hlo": False,
         "jax_compilation_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"],
     },
 }
@@ -250,8 +252,17 @@ OF_A_PROCESS = "the compilation cache"
 """The example that sets what JAX keeps for all later runs of its process."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EXAMPLES)
+READ_AS_OTHERS = ("an included file", "a tracker without a type", "several trackers, one without a type")
+"""Examples whose trainer is that of another one: what they are read as is tested above."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in READ_AS_OTHERS else pytest.mark.slow)
+        for name in EXAMPLES
+    ],
+)
 def test_it_trains(name: str, lmt: Lmt, run_lmt: RunLmt, in_tmp_path: Path) -> None:
     (in_tmp_path / "small.yaml").write_text(yaml.safe_dump(small(EXAMPLES[name])))
     done = (run_lmt if name == OF_A_PROCESS else lmt)("train", "small.yaml")

@@ -316,6 +316,7 @@ OUTSIDE = {
     "lm_trainer/data/tokenizer/files.py": set(),
     "lm_trainer/data/sources/levanter.py": {"split", "entry.name"},
     "lm_trainer/report/figures.py": set(),
+    "lm_trainer/reproduce/proof.py": {"name", "record.id", "run_id", "run_path"},
     "lm_trainer/reproduce/record.py": set(),
     "lm_trainer/reproduce/verify.py": set(),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import io
 import re
@@ -48,6 +49,36 @@ def test_the_private_parts_of_jax_have_the_shape_that_is_relied_on() -> None:
     assert parameters(jax.stages.Compiled.__init__)[:6] == arguments, UNKNOWN + "jax.stages.Compiled"
 
 
+def test_the_compilation_cache_is_opened_by_the_function_that_is_replaced(tmp_path: Path) -> None:
+    module: Any = jax_internals.compilation_cache
+    assert parameters(module.get_file_cache) == ["path"], UNKNOWN + "compilation_cache.get_file_cache"
+    assert jax_internals.CacheInterface.__abstractmethods__ == {"get", "put"}, UNKNOWN + "CacheInterface"
+    hash_options = jax_internals._hash_compile_options
+    assert parameters(hash_options) == ["hash_obj", "compile_options_obj", "strip_device_assignment"], UNKNOWN + "keys"
+    cache, path = module.get_file_cache(str(tmp_path))
+    assert path == str(tmp_path)
+    assert hasattr(cache, "_path"), UNKNOWN + "caches have no _path"
+    stored: dict[str, bytes] = {}
+
+    class Store:
+        def get(self, key: str) -> bytes | None:
+            return stored.get(key)
+
+        def put(self, key: str, content: bytes) -> None:
+            stored[key] = content
+
+    opened = module.get_file_cache
+    with jax_internals.compile_through(Store()):
+        assert module.get_file_cache is not opened
+        through, _ = module.get_file_cache(str(tmp_path))
+        cache.put("older", b"1")
+        through.put("newer", b"2")
+        assert [through.get(key) for key in ("older", "newer", "none")] == [b"1", b"2", None]
+        assert cache.get("newer") == b"2"
+    assert stored == {"older": b"1", "newer": b"2"}
+    assert module.get_file_cache is opened
+
+
 def test_executables_are_pickled_with_ids_that_are_resolved_on_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = []
     load = jax_internals._DeviceRemapper.persistent_load
@@ -70,3 +101,32 @@ def test_one_module_imports_private_parts_of_jax() -> None:
     sources = [*ROOT.glob("lm_trainer/**/*.py"), *ROOT.glob("cli/**/*.py")]
     users = {str(source.relative_to(ROOT)) for source in sources if PRIVATE.search(source.read_text())}
     assert users == {"lm_trainer/core/jax_internals.py"}
+
+
+def test_a_flipped_bit_of_a_cached_program_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src import compilation_cache
+
+    monkeypatch.setattr(compilation_cache, "compress_executable", compilation_cache.compress_executable)
+    program = bytes(range(256)) * 3
+
+    def count_silent(stored: bytes) -> int:
+        silent = 0
+        for position in range(len(stored)):
+            flipped = stored[:position] + bytes([stored[position] ^ 1]) + stored[position + 1 :]
+            try:
+                silent += compilation_cache.decompress_executable(flipped) not in (b"", program)
+            except Exception:  # each library has an error of its own, after which JAX compiles again
+                continue
+        return silent
+
+    # A copy: other tests in this process may have changed the module of JAX already.
+    spec = importlib.util.find_spec(compilation_cache.__name__)
+    assert spec is not None
+    assert spec.loader is not None
+    unchanged = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(unchanged)
+    assert count_silent(unchanged.compress_executable(program)) > 100, "JAX stores checksums now"
+    jax_internals.add_checksums_to_cached_programs()
+    stored = compilation_cache.compress_executable(program)
+    assert compilation_cache.decompress_executable(stored) == program
+    assert count_silent(stored) == 0

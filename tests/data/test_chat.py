@@ -191,6 +191,12 @@ class TestChat:
             ("raise_exception('no such role')", "no such role"),
             ("messages[9].content", "has no element 9"),
             ("'{:Q}'.format(1)", "Unknown format code"),
+            # Chance, and addresses of objects, which differ from process to process.
+            ("['a', 'b'] | random", "it draws by chance"),
+            ("lipsum()", "it draws by chance"),
+            ("messages[0].content.strip", r"the address of an object in memory \(built-in method strip"),
+            ("'a' ~ (messages | map(attribute='content'))", r"address of an object in memory \(generator object"),
+            ("cycler('a', 'b')", "the address of an object in memory"),
         ],
     )
     def test_what_a_template_raises_makes_a_bad_row(
@@ -203,6 +209,11 @@ class TestChat:
         options = {"tokenizer": str(tmp_path / "tokenizer"), "on_bad_row": "skip", "max_bad_rows": 0.5}
         data = open_records(tmp_path, ChatFormat(chat_template=template), bad, good, **options)
         assert data.caches["train/train"].ledger.num_documents == 1
+
+    def test_addresses_that_a_message_quotes_are_text(self, chatml: HfTokenizer) -> None:
+        quoted = "<function f at 0x7f00deadbeef>"
+        document = encode(ChatFormat(), {"messages": [{"role": "assistant", "content": quoted}]}, chatml)
+        assert quoted in chatml.decode([int(i) for i in document.ids])
 
     def test_messages_nested_as_deeply_as_json_can_be(self, chatml: HfTokenizer) -> None:
         value: Any = "deep"

@@ -238,6 +238,13 @@ class TestPretrained:
             assert reference(HARD_TEXTS[0])["input_ids"] == trained.encode(HARD_TEXTS[0])
         assert json.loads((tmp_path / "again/tokenizer_config.json").read_text())["sp_model_kwargs"] == {}
 
+    def test_chance_whose_key_is_spelt_with_escapes_is_refused(self, directory: Path) -> None:
+        text = (directory / "tokenizer.json").read_text()
+        assert '"dropout": null' in text
+        (directory / "tokenizer.json").write_text(text.replace('"dropout": null', r'"dr\u006fpout": 0.5'))
+        with pytest.raises(UserError, match=r"model\.dropout is set, by which one text becomes other tokens each time"):
+            load_tokenizer(directory)
+
     @pytest.mark.parametrize("dropout", [None, 0, 0.0, 1.0])
     def test_a_file_without_chance_stays_as_it_is(self, directory: Path, dropout: float | None) -> None:
         content = json.loads((directory / "tokenizer.json").read_text())

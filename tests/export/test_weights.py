@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.export.tensor_file import StoredTensor
 from lm_trainer.export.weights import INDEX_FILE, SINGLE_FILE, Weights, parse_size, read_json, write_json, write_weights
 
 F32, BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
@@ -93,7 +94,37 @@ def test_file_modes_follow_the_umask(tmp_path: Path, umask: int) -> None:
 def test_the_metadata_is_what_transformers_asks_for(tmp_path: Path) -> None:
     write_weights(tmp_path, tensors(), dtype=F32, max_shard_size=10**9)
     header = (tmp_path / SINGLE_FILE).read_bytes()[8:]
-    assert json.loads(header[: header.index(b"}}") + 2])["__metadata__"] == {"format": "pt"}
+    assert json.loads(header[: header.index(b"}}") + 2])["__metadata__"]["format"] == "pt"
+
+
+def test_a_flipped_bit_of_any_tensor_is_named(tmp_path: Path) -> None:
+    expected = tensors()
+    write_weights(tmp_path, expected, dtype=BF16, max_shard_size=10**9)
+    file = tmp_path / SINGLE_FILE
+    content, weights = file.read_bytes(), Weights(tmp_path)
+    assert {name: x.tobytes() for name, x in weights.items()} == {
+        name: x.astype(BF16).astype(F32).tobytes() for name, x in expected.items()
+    }
+    for name, stored in weights.stored.items():
+        assert isinstance(stored, StoredTensor)
+        size = 2 * int(np.prod(stored.shape))
+        for position in {stored.offset, stored.offset + size - 1} if size else ():
+            # The last bit of a mantissa, which no other check can find.
+            file.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+            damaged = Weights(tmp_path)
+            with pytest.raises(MachineError, match=rf"{SINGLE_FILE}: {name} has changed since it was written"):
+                _ = damaged[name]
+            with pytest.raises(MachineError, match="has changed since it was written"):
+                damaged.stored[name].read(tuple(slice(0, 0) for _ in stored.shape))
+            others = [other for other in damaged if other != name]
+            assert all(damaged[other].size == weights[other].size for other in others)
+
+
+def test_a_file_that_another_program_has_written_has_no_checksums(tmp_path: Path) -> None:
+    write_weights(tmp_path, tensors(), dtype=F32, max_shard_size=10**9)
+    changed = {name: np.asarray(x + 1) for name, x in load_file(tmp_path / SINGLE_FILE).items()}
+    save_file(changed, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
+    assert {name: x.tobytes() for name, x in Weights(tmp_path).items()} == {n: x.tobytes() for n, x in changed.items()}
 
 
 def test_a_directory_that_cannot_be_written_is_a_machine_error(tmp_path: Path) -> None:

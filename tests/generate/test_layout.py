@@ -15,15 +15,17 @@ from lm_trainer.nn.lora import attach_lora
 from lm_trainer.nn.lora_config import LoraConfig
 from lm_trainer.nn.mixer_spec import state_arrays
 from tests.compiling import quick_jit
-from tests.models.common import TINY, VOCAB
+from tests.models.common import TINY, VOCAB, WITHOUT_OWN_PARTS
 
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (3, 5))
-OTHER_FAMILIES = [name for name in TINY if name not in ("gpt2", "gemma3")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", ["gpt2", "gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_FAMILIES)]
+    "family",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in WITHOUT_OWN_PARTS else pytest.mark.slow)
+        for name in TINY
+    ],
 )
 def test_logits_are_those_of_the_model(family: str) -> None:
     model = built(family)

@@ -207,6 +207,27 @@ def test_texts_have_the_ids_that_the_harness_gives_them(around: tuple[str, str],
         assert harness_model._encode_pair(context, answer) == peer._encode_pair(context, answer), (context, answer)
 
 
+@pytest.mark.parametrize("older", [True, False])
+def test_tokens_that_another_file_names_are_those_of_transformers(older: bool, tmp_path: Path) -> None:
+    """special_tokens_map.json names the tokens of older tokenizers, whose settings do not list all tokens."""
+    template = "{{ bos_token }}|{{ eos_token }}|{{ unk_token }}|{{ messages[0].content }}"
+    tokenizer(tmp_path, template)
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    if not older:
+        end = {"content": "<|endoftext|>", "special": True}
+        settings |= {"added_tokens_decoder": {"256": end}, "eos_token": "<|endoftext|>", "bos_token": "<bos>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    named = {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>", "lstrip": False}, "unk_token": "<bos>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    ours, peer, messages = load_tokenizer(tmp_path), harness_peer(tmp_path), [{"role": "user", "content": "a"}]
+    assert TaskTemplate(ours).format_messages(messages, add_generation_prompt=True) == peer.apply_chat_template(
+        messages
+    )
+    assert ours.eos_id == peer.tokenizer.eos_token_id
+    ours.save(tmp_path / "again")
+    assert load_tokenizer(tmp_path / "again").eos_id == harness_peer(tmp_path / "again").tokenizer.eos_token_id
+
+
 def test_an_answer_that_is_begun_stays_open(tmp_path: Path) -> None:
     template = TaskTemplate(tokenizer(tmp_path, CHATML))
     messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is "}]
@@ -245,4 +266,4 @@ def test_draws_are_from_the_tokens_that_transformers_draws_from(tmp_path: Path) 
         )
         assert configured._generation_setting(name, {}) == 0.5
         assert configured._generation_setting(name, {name: 0.25}) == 0.25
-        assert configured._not_computed == "num_beams=4"
+        assert "asks for num_beams=4, by which" in str(configured._generation_note)

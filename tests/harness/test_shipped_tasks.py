@@ -108,7 +108,7 @@ def test_questions_whose_answers_are_begun(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.slow
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_questions_of_many_tasks(template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = random.Random(template).sample(_files(""), 1500)
+    chosen = random.Random(template).sample(_files(""), 600)
     counts = _compare(chosen, template, tmp_path, monkeypatch)
     assert counts["multiple_choice"] > 20
     assert counts["generate_until"] > 20

@@ -138,13 +138,28 @@ def test_nodes_with_gpus_find_one_another_by_the_headless_service() -> None:
     host, port = env["COORDINATOR_ADDRESS"].split(":")
     assert host == f"{job_set['metadata']['name']}-train-0-0.{network['subdomain']}"
     assert {"containerPort": int(port)} in container["ports"]
-    assert env["NUM_PROCESSES"] == "3"
-    assert env["PROCESS_ID"] == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert env["NUM_NODES"] == "3"
+    assert env["NODE"] == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     assert container["command"][3:] == [
         "trainer.distributed.coordinator_address=$(COORDINATOR_ADDRESS)",
-        "trainer.distributed.num_processes=$(NUM_PROCESSES)",
-        "trainer.distributed.process_id=$(PROCESS_ID)",
+        "trainer.distributed.num_processes=$(NUM_NODES)",
+        "trainer.distributed.process_id=$(NODE)",
     ]
+
+
+@pytest.mark.parametrize(("nodes", "shared"), [(1, False), (3, True)])
+def test_each_gpu_of_a_node_has_its_process(nodes: int, shared: bool) -> None:
+    _, job_set = documents(hardware=Gpus(nodes, 4, processes_per_node=4))
+    job, _, container = parts(job_set)
+    assert job["completions"] == nodes
+    command = ["lmt", "launch", "local", "/etc/lmt/my.yaml", "-n", "4"]
+    options = ["--nodes", "$(NUM_NODES)", "--node", "$(NODE)", "--coordinator", "$(COORDINATOR_ADDRESS)"]
+    assert container["command"] == [*command, *(options if shared else ())]
+    names = {variable["name"] for variable in container["env"]}
+    assert {"name": "CUDA_VISIBLE_DEVICES", "value": "0,1,2,3"} in container["env"]
+    assert names.issuperset(option[2:-1] for option in options if option.startswith("$")) == shared
+    with pytest.raises(UserError, match="the 3 processes of a node cannot share 4 GPUs equally"):
+        Gpus(nodes, 4, processes_per_node=3)
 
 
 def test_one_node_is_one_process() -> None:
@@ -301,6 +316,13 @@ def test_a_refusal_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_command(lmt: Lmt) -> None:
+    on_gpus = ("launch", "k8s", "gpt2_nano", "--image", "i", "--accelerator", "gpu", "--gpus-per-node", "8")
+    for options, command in (
+        ((), ["launch", "local"]),
+        (("--processes-per-node", "1"), ["train", "/etc/lmt/gpt2_nano.yaml"]),
+    ):
+        _, job_set = yaml.safe_load_all(lmt(*on_gpus, *options).stdout)
+        assert parts(job_set)[2]["command"][1:3] == command
     done = lmt("launch", "k8s", "gpt2_nano", "--image", "i", "--accelerator", "v6e-8", "trainer.seed=7")
     assert done.returncode == 0, done.stderr
     config, job_set = yaml.safe_load_all(done.stdout)

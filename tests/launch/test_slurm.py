@@ -43,6 +43,22 @@ def bin_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
+@pytest.mark.parametrize("name", ["SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"])
+@pytest.mark.parametrize("value", ["x", "-1", "2x", "1.5"])
+def test_a_variable_that_is_no_number_is_named(name: str, value: str) -> None:
+    with pytest.raises(UserError, match=rf"{name} in the environment is '{value}'"):
+        find_cluster({**STEP, "CUDA_VISIBLE_DEVICES": "0,1,2,3", name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "directory", "extra"),
+    [("a\ntouch pwned", "/shared", ""), ("nano", "/shared/x\ntouch pwned #", ""), ("nano", "/shared", "--mem=0\nx")],
+)
+def test_no_name_ends_a_line_of_the_script(name: str, directory: str, extra: str) -> None:
+    with pytest.raises(UserError, match=r"does not fit on a line|is no option of sbatch"):
+        build_batch_script(SlurmJob(name, 1, extra=(extra,) if extra else ()), ["lmt"], Path(directory))
+
+
 def test_the_script_asks_for_what_was_given() -> None:
     job = SlurmJob("nano", 16, 2, gpus_per_node=8, cpus_per_process=6, time="1-00", notice=90, extra=("--mem=0",))
     lines = build_batch_script(job, ["lmt", "train", "a b.yaml"], Path("/shared")).splitlines()

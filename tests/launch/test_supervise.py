@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.launch.local import process_environments, visible_gpus
-from lm_trainer.launch.supervise import LocalProcess, Status, describe_exit, supervise
+from lm_trainer.launch.local import Nodes, launch_local, process_environments, visible_gpus
+from lm_trainer.launch.supervise import End, LocalProcess, Status, describe_exit, supervise
 from tests.conftest import ROOT, lmt_environment
 
 # Far longer than a test lasts: these processes end by what is done to them or not at all.
@@ -25,7 +25,7 @@ STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WA
 def run(*programs: str, grace_period: float = 0.2) -> tuple[int, list[str]]:
     lines: list[str] = []
     processes = [LocalProcess([sys.executable, "-c", program], os.environ, os.getcwd()) for program in programs]
-    return supervise(processes, lines.append, grace_period=grace_period), lines
+    return supervise(processes, lines.append, grace_period=grace_period).code, lines
 
 
 def test_output_carries_the_number_of_its_process() -> None:
@@ -77,10 +77,8 @@ class FakeProcess:
 @pytest.mark.parametrize("polls", [1, 3])
 def test_a_killed_one_is_the_cause_though_the_failure_it_led_to_is_seen_first(polls: int) -> None:
     lines: list[str] = []
-    assert (
-        supervise([FakeProcess(1, polls=1), FakeProcess(-signal.SIGKILL, polls=polls)], lines.append, grace_period=60)
-        == 137
-    )
+    processes = [FakeProcess(1, polls=1), FakeProcess(-signal.SIGKILL, polls=polls)]
+    assert supervise(processes, lines.append, grace_period=60) == End(137, lost=frozenset([1]))
     assert lines == [
         "process 0 of 2 (somewhere) failed with exit code 1",
         "process 1 of 2 (somewhere) was killed by SIGKILL",
@@ -90,9 +88,56 @@ def test_a_killed_one_is_the_cause_though_the_failure_it_led_to_is_seen_first(po
 def test_one_that_was_told_to_end_is_not_the_cause() -> None:
     lines: list[str] = []
     terminated = FakeProcess(-signal.SIGTERM, polls=4)
-    assert supervise([FakeProcess(1, polls=1), terminated], lines.append, grace_period=0.0) == 1
+    assert supervise([FakeProcess(1, polls=1), terminated], lines.append, grace_period=0.0) == End(1)
     assert terminated.received[0] == signal.SIGTERM
     assert sum(line.startswith("process ") for line in lines) == 1
+
+
+def test_one_that_aborts_without_its_coordinator_is_not_lost() -> None:
+    processes = [FakeProcess(-signal.SIGKILL, polls=1), FakeProcess(-signal.SIGABRT, polls=2)]
+    assert supervise(processes, lambda _: None).lost == {0}
+
+
+KILLS_THE_LAST = """
+import os, sys
+settings = dict(argument.split("=", 1) for argument in sys.argv[1:])
+index, count = (int(settings.get(f"trainer.distributed.{key}", 1)) for key in ("process_id", "num_processes"))
+print(os.environ["CUDA_VISIBLE_DEVICES"], "of", count, flush=True)
+if count > 1:
+    os.kill(os.getpid(), 9) if index == count - 1 else sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize(("restarts", "code"), [(0, 137), (1, 137), (2, 0), (9, 0)])
+def test_a_run_starts_again_without_the_processes_that_were_killed(restarts: int, code: int) -> None:
+    lines: list[str] = []
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "4,5,6"}
+    environ.pop("JAX_PLATFORMS", None)
+    program = ["-c", KILLS_THE_LAST]
+    nodes = Nodes(restarts=restarts)
+    assert launch_local(program, 3, devices_per_process=None, write=lines.append, nodes=nodes, environ=environ) == code
+    attempts = min(restarts, 2) + 1
+    assert sorted(line for line in lines if " of " in line and line.startswith("[")) == sorted(
+        f"[{index}] {4 + index} of {count}" for count in (3, 2, 1)[:attempts] for index in range(count)
+    )
+    again = [line for line in lines if line.startswith("starting")]
+    assert again == [f"starting again with the {n} of {n + 1} processes that are left" for n in (2, 1)][: attempts - 1]
+
+
+def test_each_machine_starts_its_own_processes_of_one_run() -> None:
+    lines: list[str] = []
+    program = ["-c", "import sys; print(*(text.partition('.distributed.')[2] for text in sys.argv[1:]))"]
+    nodes = Nodes(3, 1, "first:8476")
+    assert launch_local(program, 2, devices_per_process=1, write=lines.append, nodes=nodes) == 0
+    assert sorted(lines) == [
+        f"[{index}] coordinator_address=first:8476 num_processes=6 process_id={index}" for index in (2, 3)
+    ]
+    with pytest.raises(UserError, match="the 3 nodes have the numbers 0 to 2"):
+        Nodes(3, 3, "first:8476")
+    with pytest.raises(UserError, match="--nodes needs --coordinator HOST:PORT"):
+        Nodes(2)
+    with pytest.raises(UserError, match="--restarts is for one machine"):
+        Nodes(2, 0, "first:8476", restarts=1)
 
 
 def test_a_stop_is_no_failure() -> None:
@@ -122,7 +167,7 @@ time.sleep(600)
 
     processes = [LocalProcess([sys.executable, "-c", counting], os.environ, str(tmp_path)) for _ in range(2)]
     handler = signal.getsignal(number)
-    assert supervise(processes, write) == 75
+    assert supervise(processes, write) == End(75, interrupted=True)
     assert sorted(line for line in lines if "signal" in line) == [f"[{index}] signal {number}" for index in (0, 1)]
     assert signal.getsignal(number) is handler
 

@@ -30,6 +30,8 @@ FEATURES = ("gpt2", "gemma3")
 """Families that together have most parts of the decoder that execution could treat differently."""
 LOADS = (".selection_bias", ".load")
 """Ends of the names of parameters that no gradient trains."""
+REPEATED = pytest.mark.exhaustive
+"""For families without parts of their own, where others show the same."""
 QUICK = pytest.mark.parametrize(
     "config",
     [
@@ -176,12 +178,12 @@ EXECUTION = (
 
 
 def executions() -> list[Any]:
-    """Every way for families that together have most parts, the first for all."""
+    """Every way for families that together have most parts, the first for all that have parts of their own."""
     return [
-        pytest.param(config, fields, id=f"{name}-{fields}", marks=() if quick else pytest.mark.slow)
+        pytest.param(config, fields, id=f"{name}-{fields}", marks=marks)
         for name, config in TINY.items()
         for i, fields in enumerate(EXECUTION if name in FEATURES else EXECUTION[:1])
-        for quick in [name in FEATURES and i < 2]
+        for marks in [() if name in FEATURES and i < 2 else REPEATED if name in WITHOUT_OWN_PARTS else pytest.mark.slow]
     ]
 
 
@@ -254,8 +256,21 @@ def test_gradient_checkpointing_keeps_less(config):
         assert names[0] < names[1]
 
 
-@QUICK
-@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("config", "scan"),
+    [
+        pytest.param(config, scan, id=f"{name}-{scan}", marks=marks)
+        for name, config in TINY.items()
+        for scan in (False, True)
+        for marks in [
+            ()
+            if name in FEATURES and not scan
+            else REPEATED
+            if name in WITHOUT_OWN_PARTS and scan
+            else pytest.mark.slow
+        ]
+    ],
+)
 def test_decoding_with_a_cache_equals_the_full_forward_pass(config, scan):
     rows, lengths = tokens(), np.array([5, 2])
     expected = logits(config, rows, positions(), np.zeros((2, SEQ), np.int32))

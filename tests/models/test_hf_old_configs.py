@@ -14,7 +14,8 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.export.huggingface import read_hf_config
 from lm_trainer.models import hf
 from tests.models.common import change
-from tests.models.test_hf_families import LLAMA3, LONG, YARN, build, our_logits, read
+from tests.models.hf_checkpoints import LLAMA3, LONG, YARN, build, read
+from tests.models.test_hf_families import our_logits
 
 GONE = object()
 """A key that the file lacks."""
@@ -74,6 +75,11 @@ OLD_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("minicpm3", {"scale_depth": GONE, "dim_model_base": GONE, "scale_emb": GONE, "v_head_dim": GONE}),
     ("nanochat", {"rope_parameters": GONE, "final_logit_softcapping": GONE, "hidden_act": GONE, "rms_norm_eps": GONE}),
     ("nanochat", {"final_logit_softcapping": None}),
+    ("granitemoehybrid", {"mamba_d_head": "auto", "mamba_expand": GONE, "time_step_limit": GONE}),
+    ("granitemoehybrid", {"layer_types": GONE, "layers_block_type": ["mamba", "attention", "mamba"],
+                          "rope_parameters": GONE, "rope_theta": 500.0}),
+    ("gpt_oss", {"rope_parameters": GONE, "layer_types": GONE, "swiglu_alpha": GONE, "swiglu_limit": GONE}),
+    ("gpt_oss", {"rope_parameters": GONE, "rope_scaling": OLD_YARN, "rope_theta": 500.0, "attention_bias": GONE}),
     ("apertus", {"rope_parameters": GONE, "rope_scaling": OLD_LLAMA3, "rope_theta": 500.0, "hidden_act": GONE}),
 ]  # fmt: skip
 """A family, and the edits of a config.json that transformers 5 wrote."""
@@ -163,6 +169,23 @@ PUBLISHED: dict[str, dict[str, Any]] = {
                          "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707,
                                           "mscale_all_dim": 0.707, "original_max_position_embeddings": 32,
                                           "type": "yarn"}},
+    "gpt-oss": {"model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0, "experts_per_token": 2,
+                "head_dim": 8, "hidden_act": "silu", "initial_context_length": 32, "num_experts_per_tok": 2,
+                "layer_types": ["sliding_attention", "full_attention"] * 2, "num_local_experts": 4,
+                "output_router_logits": False, "pad_token_id": 3, "rms_norm_eps": 1e-5, "rope_theta": 150000,
+                "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
+                                 "original_max_position_embeddings": 32, "truncate": False},
+                "router_aux_loss_coef": 0.9, "sliding_window": 16, "swiglu_limit": 7.0, "tie_word_embeddings": False},
+    "Granite 4 H": {"model_type": "granitemoehybrid", "attention_bias": False, "attention_dropout": 0.0,
+                    "attention_multiplier": 0.125, "embedding_multiplier": 12, "hidden_act": "silu",
+                    "init_method": "mup", "layer_types": ["mamba", "attention"] * 2, "logits_scaling": 6,
+                    "mamba_chunk_size": 16, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 16,
+                    "mamba_d_state": 8, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 4,
+                    "mamba_proj_bias": False, "normalization_function": "rmsnorm", "num_experts_per_tok": 2,
+                    "num_local_experts": 4, "output_router_logits": False, "pad_token_id": 3,
+                    "position_embedding_type": "nope", "residual_multiplier": 0.22, "rms_norm_eps": 1e-5,
+                    "rope_scaling": None, "rope_theta": 10000, "router_aux_loss_coef": 0.01,
+                    "shared_intermediate_size": 40, "tie_word_embeddings": True},
     "MiniCPM3": {"model_type": "minicpm3", "attention_bias": False, "attention_dropout": 0.0, "dim_model_base": 16,
                  "kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 6,
                  "rms_norm_eps": 1e-5, "scale_depth": 1.4, "scale_emb": 12, "num_key_value_heads": 4,

@@ -24,6 +24,7 @@ B, S, N, K, H = 2, 11, 4, 2, 8
 RNG = np.random.default_rng(0)
 Q, KEYS, V = (jnp.asarray(RNG.standard_normal((B, S, heads, H)), jnp.float32) for heads in (N, K, K))
 SEGMENTS = jnp.asarray([[0] * 4 + [1] * 7, [0] * 11])
+SINKS = jnp.asarray([-1.0, 0.0, 1.0, 3.0])
 
 
 def scored(**fields: object) -> AttentionSpec:
@@ -52,6 +53,7 @@ ON_GPU = [
     (dataclasses.replace(SPEC, head_dim=256), {}, "head_dim=256"),
     (scored(softcap=5.0), {}, "softcap"),
     (scored(dropout=0.1), {}, "dropout"),
+    (dataclasses.replace(SPEC, sinks=True), {}, "it has no attention sinks"),
     (scored(upcast=True), {}, "upcast_attn"),
     (scored(block_size=8), {}, "flash_attention_block_size"),
     (SPEC, {"second_derivative": True}, "its gradient has no derivative"),
@@ -174,16 +176,18 @@ def brute_force(spec: AttentionSpec) -> np.ndarray:
         if (cap := spec.scores.softcap) is not None:
             scores = cap * np.tanh(scores / cap)
         p = np.exp(scores - scores.max())
-        out[b, s, n] = p / p.sum() @ v[b, visible, n // (N // K)]
+        sink = np.exp(float(SINKS[n]) - scores.max()) if spec.sinks else 0.0
+        out[b, s, n] = p / (p.sum() + sink) @ v[b, visible, n // (N // K)]
     return out
 
 
 @pytest.mark.parametrize("block_size", [None, 4])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_groups_windows_softcaps_and_blocks(block_size, softcap):
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, True), (2.0, False)])
+def test_groups_windows_softcaps_sinks_and_blocks(block_size, softcap, sinks):
     scores = ScoreSpec(softcap=softcap, block_size=block_size)
-    spec = AttentionSpec(N, H, num_kv_heads=K, window=3, scores=scores)
-    program = jax.jit(lambda q, k, v, segments: dispatch_attention(spec, q, k, v, causal_bias(segments, 3)))
+    spec = AttentionSpec(N, H, num_kv_heads=K, window=3, scores=scores, sinks=sinks)
+    options = {"sinks_N": SINKS} if sinks else {}
+    program = jax.jit(lambda q, k, v, segments: dispatch_attention(spec, q, k, v, causal_bias(segments, 3), **options))
     actual = program(Q, KEYS, V, SEGMENTS)
     np.testing.assert_allclose(actual, brute_force(spec), atol=1e-5)
 
@@ -193,15 +197,16 @@ def test_keys_that_no_query_of_a_block_sees_are_left_out_and_change_nothing(leng
     q, k, v = (jnp.asarray(RNG.standard_normal((1, length, heads, H)), jnp.float32) for heads in (N, K, K))
     segments = jnp.asarray([[0] * 100 + [1] * (length - 100)], jnp.int32)
     bias = jax.jit(causal_bias, static_argnums=1)(segments, window or 0)
-    spec = AttentionSpec(N, H, num_kv_heads=K, window=window, scores=ScoreSpec(softcap=3.0))
+    spec = AttentionSpec(N, H, num_kv_heads=K, window=window, scores=ScoreSpec(softcap=3.0), sinks=True)
 
     def gradients_and_flops(itself: bool):
-        def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return jnp.sum(jnp.sin(dispatch_attention(spec, q, k, v, bias, segments_BS=segments if itself else None)))
+        def loss(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
+            known = segments if itself else None
+            return jnp.sum(jnp.sin(dispatch_attention(spec, q, k, v, bias, segments_BS=known, sinks_N=sinks)))
 
-        program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile()
+        program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3))).lower(q, k, v, SINKS).compile()
         cost: Any = program.cost_analysis()
-        return program(q, k, v), (cost[0] if isinstance(cost, list) else cost)["flops"]
+        return program(q, k, v, SINKS), (cost[0] if isinstance(cost, list) else cost)["flops"]
 
     (unblocked, all_flops), (blocks, flops) = gradients_and_flops(itself=False), gradients_and_flops(itself=True)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, atol=2e-4, rtol=1e-5), unblocked, blocks)

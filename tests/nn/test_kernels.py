@@ -46,6 +46,8 @@ def operands(spec: AttentionSpec, dtype: Any, length: int = S) -> list[jax.Array
     [
         (AttentionSpec(4, 64, num_kv_heads=2, window=70, scores=ScoreSpec(softcap=3.0)), jnp.float32, S, 3e-6),
         (AttentionSpec(2, 128, num_kv_heads=1, scores=ScoreSpec(block_size=128)), jnp.bfloat16, S, 1e-2),
+        (AttentionSpec(4, 64, num_kv_heads=2, window=70, sinks=True), jnp.float32, S, 3e-6),
+        (AttentionSpec(4, 64, num_kv_heads=2, sinks=True), jnp.bfloat16, S, 2e-2),
         # Six blocks are more than the parts of a gradient that one kernel writes.
         (AttentionSpec(2, 8, num_kv_heads=1, scores=ScoreSpec(block_size=128)), jnp.float32, 3 * S, 3e-6),
         (AttentionSpec(1, 8, window=200, scores=ScoreSpec(block_size=128)), jnp.float32, 3 * S, 3e-6),
@@ -54,6 +56,8 @@ def operands(spec: AttentionSpec, dtype: Any, length: int = S) -> list[jax.Array
     ids=[
         "window, softcap, groups, narrow heads",
         "one head of keys, blocks, bfloat16",
+        "sinks, window",
+        "sinks, bfloat16",
         "more keys in a block of the gradient than of queries",
         "a kernel for each gradient",
         "more keys in a block than are computed at once",
@@ -63,20 +67,27 @@ def test_splash_has_the_values_and_gradients_of_xla(spec, dtype, length, toleran
     segments = jnp.asarray(np.tile(SEGMENTS, (1, length // S)))
 
     def results(attention: AttentionFn) -> Any:
-        def loss(*qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
-            o_BSNH = attention(*qkv)
+        def loss(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+            o_BSNH = attention(*operands)
             return jnp.sum(jnp.sin(o_BSNH.astype(jnp.float32))), o_BSNH
 
-        run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
-        (_, o_BSNH), grads = run(*operands(spec, dtype, length))
+        sinks = [jnp.linspace(-1.0, 3.0, spec.num_heads)] * spec.sinks
+        run = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(3 + spec.sinks)), has_aux=True))
+        (_, o_BSNH), grads = run(*operands(spec, dtype, length), *sinks)
         return jax.tree.map(lambda x: np.asarray(x, np.float32), (o_BSNH, *grads))
 
     plain = dataclasses.replace(spec, scores=dataclasses.replace(spec.scores, block_size=None))
-    expected = results(lambda q, k, v: dispatch_attention(plain, q, k, v, causal_bias(segments, spec.window or 0)))
+    expected = results(
+        lambda q, k, v, sinks=None: dispatch_attention(
+            plain, q, k, v, causal_bias(segments, spec.window or 0), sinks_N=sinks
+        )
+    )
     # The kernel has masks of its own: if it read this bias, everything would be nan.
     unread = jnp.asarray(np.full((1, 1, length, length), np.nan, np.float32))
     actual = results(
-        lambda q, k, v: splash_attention.compute(spec, AttentionInputs(q, k, v, unread, segments), interpret=True)
+        lambda q, k, v, sinks=None: splash_attention.compute(
+            spec, AttentionInputs(q, k, v, unread, segments, sinks), interpret=True
+        )
     )
     for a, b in zip(expected, actual, strict=True):
         assert np.linalg.norm(b - a) < tolerance * np.linalg.norm(a)

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lm_trainer.nn.expert_spec import ExpertKernel, MoeSpec, RouterSpec
+from lm_trainer.nn.expert_spec import ClampedGluSpec, ExpertKernel, MoeSpec, RouterSpec
 from lm_trainer.nn.moe import Moe
 from lm_trainer.parallel.mesh import BATCH_AXES, MeshShape, build_mesh
 from lm_trainer.parallel.target_platform import compiling_for
@@ -148,3 +148,47 @@ def test_devices_that_have_rows_of_their_own_send_no_tokens():
     assert program is not None
     assert "all-reduce" in program
     assert "all-gather" not in program
+
+
+def clamped_by_brute_force(moe: Moe, glu: ClampedGluSpec) -> np.ndarray:
+    """Token by token, expert by expert, in float64, from the formula of arXiv 2508.10925."""
+    gate, up, down, gate_bias, up_bias, down_bias, router_bias = (
+        np.asarray(param[...], np.float64)
+        for param in (moe.gate, moe.up, moe.down, moe.gate_bias, moe.up_bias, moe.down_bias, moe.router_bias)
+        if param is not None
+    )
+    out = np.zeros((X.shape[0] * X.shape[1], D))
+    for token, (x, logits) in enumerate(zip(X.reshape(-1, D), router(moe) + router_bias, strict=True)):
+        chosen = np.argsort(-logits)[:K]
+        weights = np.exp(logits[chosen]) / np.exp(logits[chosen]).sum()
+        for e, weight in zip(chosen, weights, strict=True):
+            g = np.minimum(x @ gate[e] + gate_bias[e], glu.limit)
+            u = np.clip(x @ up[e] + up_bias[e], -glu.limit, glu.limit)
+            out[token] += weight * (g / (1 + np.exp(-glu.slope * g)) * (u + 1) @ down[e] + down_bias[e])
+    return out.reshape(X.shape)
+
+
+def test_experts_with_biases_and_bounds():
+    """All kernels compute the formula, and have the same gradients of biases and weights."""
+    glu = ClampedGluSpec(slope=1.3, limit=0.9)
+    clamped = MoeSpec(F, E, K, glu=glu, bias=True, router=RouterSpec(logit_bias=True))
+    rng = np.random.default_rng(1)
+    graph, params = nnx.split(build(clamped))
+    # Biases are zero at first, which would hide a mistake.
+    params = jax.tree.map(lambda x: x + 0.3 * jnp.asarray(rng.standard_normal(x.shape, np.float32)), params)
+    expected = clamped_by_brute_force(nnx.merge(graph, params), glu)
+    gradients = {}
+    for kernel in ("dense", "grouped", "ragged_dot"):
+        graph = nnx.split(build(dataclasses.replace(clamped, kernel=kernel)))[0]
+
+        def loss(params: nnx.State, graph: nnx.GraphDef[Moe] = graph) -> tuple[jax.Array, jax.Array]:
+            y_BSD = nnx.merge(graph, params)(jnp.asarray(X), jnp.asarray(EVERY))[0]
+            return jnp.sum(jnp.sin(y_BSD)), y_BSD
+
+        gradients[kernel], actual = jax.jit(jax.grad(loss, has_aux=True))(params)
+        np.testing.assert_allclose(actual, expected, atol=1e-4)
+    for kernel in ("grouped", "ragged_dot"):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-3, atol=1e-4), gradients["dense"], gradients[kernel]
+        )
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(gradients["dense"]))

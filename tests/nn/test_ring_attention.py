@@ -38,18 +38,23 @@ def spec_of(block_size: int | None = 3, *, window: int | None = None, alibi: boo
     return AttentionSpec(N, H, num_kv_heads=K, positions=positions, window=window, scores=scored)
 
 
-def in_a_ring(spec: AttentionSpec, devices: int, key: jax.Array | None = None):
-    """A function of queries, keys and values, whole on the outside, that `devices` compute together."""
+def in_a_ring(spec: AttentionSpec, devices: int, key: jax.Array | None = None) -> Any:
+    """A function of queries, keys, values and any sinks, whole on the outside, that `devices` compute together."""
 
-    def part(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, positions: jax.Array) -> jax.Array:
+    def part(
+        q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, positions: jax.Array, *sinks: jax.Array
+    ) -> jax.Array:
         q, k, v, segments, positions = map(to_zigzag, (q, k, v, segments, positions))
         places = RowMetadata(
             segments, all_gather(segments, "context", 1), positions, all_gather(positions, "context", 1)
         )
-        return from_zigzag(ring_attention(spec, q, k, v, places, key))
+        return from_zigzag(ring_attention(spec, q, k, v, places, key, sinks_N=sinks[0] if sinks else None))
 
     mesh = Mesh(np.array(jax.devices()[:devices]), ("context",))
-    sharded_attention = jax.shard_map(part, mesh=mesh, in_specs=(SHARDED,) * 5, out_specs=SHARDED, check_vma=False)
+    in_specs = (SHARDED,) * 5 + (PartitionSpec(),) * spec.sinks
+    sharded_attention = jax.shard_map(part, mesh=mesh, in_specs=in_specs, out_specs=SHARDED, check_vma=False)
+    if spec.sinks:
+        return lambda q, k, v, sinks: sharded_attention(q, k, v, SEGMENTS, POSITIONS, sinks)
     return lambda q, k, v, segments=SEGMENTS, positions=POSITIONS: sharded_attention(q, k, v, segments, positions)
 
 
@@ -73,13 +78,16 @@ def on_one_device(spec: AttentionSpec):
     bias = causal_bias(SEGMENTS, spec.window or 0)
     if isinstance(spec.positions, AlibiSpec):
         bias = bias + alibi_bias(spec.positions, N, POSITIONS[:, :, None] - POSITIONS[:, None, :])
-    unsharded_spec = AttentionSpec(N, H, num_kv_heads=K, scores=ScoreSpec(softcap=spec.scores.softcap))
-    return lambda q, k, v: dispatch_attention(unsharded_spec, q, k, v, bias)
+    scores = ScoreSpec(softcap=spec.scores.softcap)
+    unsharded_spec = AttentionSpec(N, H, num_kv_heads=K, scores=scores, sinks=spec.sinks)
+    return lambda q, k, v, *sinks: dispatch_attention(
+        unsharded_spec, q, k, v, bias, sinks_N=sinks[0] if sinks else None
+    )
 
 
 def result_and_gradients(attention: Any, *arrays: jax.Array) -> Any:
-    def both(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-        out, back = jax.vjp(attention, q, k, v)
+    def both(*arrays: jax.Array) -> Any:
+        out, back = jax.vjp(attention, *arrays)
         return out, back(DO)
 
     return quick_jit(both)(*(arrays or (Q, KEYS, V)))
@@ -111,6 +119,13 @@ def test_a_ring_has_the_results_and_gradients_of_whole_rows(devices: int, spec: 
     expected = reference(dataclasses.replace(spec, scores=dataclasses.replace(spec.scores, block_size=None)))
     np.testing.assert_allclose(out, expected[0], atol=2e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradients, expected[1])
+
+
+def test_sinks_join_the_softmax_of_all_devices_once():
+    spec = dataclasses.replace(spec_of(3, window=10), sinks=True)
+    arrays = (Q, KEYS, V, jnp.asarray([-2.0, 0.0, 1.0, 4.0]))
+    actual, expected = (result_and_gradients(f, *arrays) for f in (in_a_ring(spec, 4), on_one_device(spec)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), actual, expected)
 
 
 def test_scores_of_narrow_numbers_are_float32():

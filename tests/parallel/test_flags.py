@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -25,8 +25,12 @@ def test_several_processes_know_their_flags_one_call_later(monkeypatch: pytest.M
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     exchange = FlagExchange()
     calls = [{"stop": False, "save": True}, {"stop": True, "save": False}, {"stop": False, "save": False}]
-    returned = [exchange.exchange(flags) for flags in calls]
+    returned, seconds = list[dict[str, bool]](), list[object]()
+    for step, flags in enumerate(calls):
+        returned.append(exchange.exchange(flags, [step, 0.5]))
+        seconds.append(None if exchange.seconds is None else exchange.seconds.tolist())
     assert returned == [{"stop": False, "save": False}, *calls[:2]]
+    assert seconds == [None, [[0.0, 0.5]], [[1.0, 0.5]]], "one row for the one process that has devices"
 
 
 class LateExchange(FlagExchange):
@@ -40,7 +44,8 @@ class LateExchange(FlagExchange):
     def is_late(self) -> bool:
         return True
 
-    def exchange(self, flags: Mapping[str, bool]) -> dict[str, bool]:
+    def exchange(self, flags: Mapping[str, bool], seconds: Sequence[float] = ()) -> dict[str, bool]:
+        del seconds
         sent, self._sent = self._sent, dict(flags)
         return dict.fromkeys(flags, False) if sent is None else sent
 

@@ -134,7 +134,7 @@ def test_what_is_given_stays(path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [SMALL_BATCH, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batch_size", [SMALL_BATCH, pytest.param(16, marks=pytest.mark.exhaustive)])
 def test_the_fastest_that_fits_is_the_fastest_of_all_that_fit(batch_size: int):
     everything = searched("2xH100", batch_size=batch_size)
     assert [candidate.seconds for candidate in everything.ranked] == sorted(

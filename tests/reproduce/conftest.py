@@ -13,8 +13,10 @@ import jax
 import pytest
 import yaml
 
-from tests.conftest import Outcome, run_here
+from tests.conftest import Outcome, lmt_environment, run_here
+from tests.hf_model import hf_model  # noqa: F401
 from tests.run.conftest import Plain, merge
+from tests.warm_lmt import WarmLmt
 
 STEPS = 6
 TINY: Plain = {
@@ -68,10 +70,31 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copied(finished: Path, in_tmp_path: Path) -> Path:
     """A copy of it, in which the test runs."""
-    shutil.copytree(finished, in_tmp_path, dirs_exist_ok=True)
-    record = in_tmp_path / "logs/run/run.json"
-    record.write_text(record.read_text().replace(str(finished), str(in_tmp_path)))
-    return in_tmp_path
+    return copy_run(finished, in_tmp_path)
+
+
+@pytest.fixture(scope="session")
+def finished_on_four(tmp_path_factory: pytest.TempPathFactory, warm_lmt: WarmLmt) -> Path:
+    """The directory of a run with dropout on four devices, for tests that are marked `optimised`."""
+    directory = tmp_path_factory.mktemp("four")
+    config = write_config(directory, model={"resid_pdrop": 0.1}, trainer={"max_devices": None})
+    environment = lmt_environment(devices=4)
+    result = warm_lmt.run(["train", str(config)], cwd=directory, env=environment, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return directory
+
+
+@pytest.fixture
+def copied_from_four(finished_on_four: Path, in_tmp_path: Path) -> Path:
+    """A copy of it, in which the test runs."""
+    return copy_run(finished_on_four, in_tmp_path)
+
+
+def copy_run(source: Path, out: Path) -> Path:
+    shutil.copytree(source, out, dirs_exist_ok=True)
+    record = out / "logs/run/run.json"
+    record.write_text(record.read_text().replace(str(source), str(out)))
+    return out
 
 
 def metrics(directory: Path, run: str = "run") -> list[dict[str, Any]]:

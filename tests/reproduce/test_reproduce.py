@@ -17,6 +17,8 @@ import yaml
 from safetensors.numpy import load_file
 
 from lm_trainer.core.checksummed import with_checksum
+from lm_trainer.reproduce.lost_metrics import ChangedMetrics, find_changed_metrics
+from lm_trainer.reproduce.record import RunRecord
 from tests.conftest import RunLmt, refused, run_here
 from tests.reproduce.conftest import STEPS, as_json, metrics, on_one_device, write_config
 
@@ -174,9 +176,7 @@ def test_a_run_goes_on_with_another_configuration_when_told_to(copied: Path) -> 
 
 @pytest.mark.optimised
 @pytest.mark.slow
-def test_verify_on_other_devices(tmp_path: Path, run_lmt: RunLmt) -> None:
-    config = write_config(tmp_path, model={"resid_pdrop": 0.1}, trainer={"max_devices": None})
-    assert run_lmt("train", config, devices=4).returncode == 0
+def test_verify_on_other_devices(copied_from_four: Path, run_lmt: RunLmt) -> None:
     result = run_lmt("verify", "run", "--segments", "2", "--seed", "0")
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.splitlines()[-1] == "equal, bit for bit: 4 steps"
@@ -216,8 +216,27 @@ def test_lost_metrics_are_named_and_put_back_bit_for_bit(copied: Path) -> None:
     assert report["lines"] == missing
     assert (report["left"], report["proved"]) == ({}, [4])
     assert read_reproducible_lines(copied) == files_before
-    assert as_json(run_here("verify", "run", "--json"))["missing"] == {}
     assert "was complete already" in run_here("train", "run.yaml").stdout
+
+
+@pytest.mark.parametrize("name", ["train/loss", "optim/grad_norm"])
+def test_a_flipped_digit_of_a_loss_is_found_by_the_checkpoints(copied: Path, name: str) -> None:
+    assert find_changed_metrics(RunRecord.read("run")) is None
+    file = copied / "logs/run/metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    (line,) = (line for line in lines if line["step"] == 3 and name in line)
+    value = np.float32(line[name])
+    # The neighbouring number of float32, a number beyond float32, and no number.
+    for other in (float(np.nextafter(value, np.float32(np.inf))), 1e300, [1]):
+        line[name] = other
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        changed = find_changed_metrics(RunRecord.read("run"))
+        assert changed is not None
+        assert changed == ChangedMetrics(3, 4)
+        assert "the steps 3 to 4 is not what the run logged" in ChangedMetrics(3, 4).describe(Path("logs/run"), "run")
+    # Where not every step is logged, nothing can be said.
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] != 2))
+    assert find_changed_metrics(RunRecord.read("run")) is None
 
 
 @pytest.mark.slow

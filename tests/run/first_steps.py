@@ -21,6 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_kv_heads": 2,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
+        "lbl_over": "microbatch",
     },
 }
 

@@ -99,10 +99,17 @@ def test_other_packages_and_devices_are_warned_of(set_other_processes: SetOtherP
 
 def test_different_programs_are_warned_of(set_other_processes: SetOtherProcesses) -> None:
     set_other_processes(unchanged, unchanged)
-    assert check_program_agreement("0123") == []
+    assert check_program_agreement("0123", lambda: "graph") == []
     set_other_processes(unchanged, lambda _: "4567")
-    (warning,) = check_program_agreement("0123")
+    (warning,) = check_program_agreement("0123", lambda: "graph")
     assert "0123 in processes 0, 1, 4567 in process 2" in warning
+
+
+def test_programs_that_are_printed_differently_and_compute_the_same_are_no_difference(
+    set_other_processes: SetOtherProcesses,
+) -> None:
+    set_other_processes(lambda text: "4567" if text == "0123" else text)
+    assert check_program_agreement("0123", lambda: "graph") == []
 
 
 def test_different_tokens_are_refused(set_other_processes: SetOtherProcesses) -> None:

@@ -82,7 +82,7 @@ def test_nothing_is_compiled_after_the_second_step(train: Any, determinism: str,
     "determinism", ["elastic", *(pytest.param(name, marks=pytest.mark.slow) for name in ("layerwise", "fast"))]
 )
 def test_the_second_step_compiles_nothing(compilations: list[str], determinism: str) -> None:
-    model = {"type": "gpt2", "seq_len": 16, "hidden_dim": 16, "num_layers": 2, "num_heads": 2}
+    model = {"type": "gpt2", "seq_len": 16, "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "scan_layers": True}
     trainer = {"train_batch_size": 8, "per_device_parallelism": 1, "determinism": determinism}
     config = RunConfig.model_validate({"model": model, "trainer": trainer})
     setup, batch, compiled_by_step = (

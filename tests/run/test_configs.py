@@ -13,6 +13,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.models import MODEL_CONFIGS
 from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.run_config import RunConfig
+from tests.models.common import WITHOUT_OWN_PARTS
 
 FAMILIES = [config.model_fields["type"].default for config in MODEL_CONFIGS]
 CONFIGS = [Path(__file__).parents[2] / "configs" / f"{name}_nano.yaml" for name in FAMILIES]
@@ -28,8 +29,12 @@ def test_every_family_has_a_valid_config() -> None:
     assert all(path.read_text(encoding="utf-8").startswith("# ") for path in CONFIGS), "says what it is"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def mark(path: Path) -> pytest.MarkDecorator:
+    without_own_parts = path.stem.removesuffix("_nano") in WITHOUT_OWN_PARTS
+    return pytest.mark.exhaustive if without_own_parts else pytest.mark.slow
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=mark(path)) for path in CONFIGS])
 def test_the_loss_falls(path: Path, in_tmp_path: Path) -> None:
     config = load_config(path, f"trainer.train_batch_size={ROWS}", "trainer.elastic_shards=1")
     setup = build_setup(config, VOCAB, jax.devices()[:1])

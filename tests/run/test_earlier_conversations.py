@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.run.config.run_config import RunConfig, config_hash
 from lm_trainer.run.files.directory import RunDirectory
 from lm_trainer.run.weights.saved_model import read_config
+from tests.conftest import Lmt
+from tests.run.conftest import MakeConfig
 
 FORMAT: dict[str, Any] = {"type": "chat"}
 NEWER = ("on_too_long", "last_turn_only", "turn_mask_field")
@@ -63,6 +67,30 @@ def test_they_split_long_documents(in_tmp_path: Path, mixture: bool) -> None:
         resume(make_config(mixture=mixture, on_too_long="right"))
     assert treatment(resume(make_config(mixture=mixture))) == "split"
     assert treatment(resume(make_config(mixture=mixture))) == "split"
+
+
+@pytest.mark.slow
+def test_they_are_resumed_with_their_rows(make_config: MakeConfig, in_tmp_path: Path, lmt: Lmt) -> None:
+    """Not only the record: what is trained on is split as well."""
+    rows = ({"prompt": f"{n}" * 30, "response": f" {n * n}" * (9 if n % 3 else 40)} for n in range(10, 90))
+    (in_tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = make_config(
+        data={"train_urls": ["rows.jsonl"], "validation_urls": [], "format": {"type": "supervised"}},
+        trainer={"num_train_steps": 4, "max_devices": 1, "checkpointer": {"keep": [{"every": 2}]}},
+    )
+
+    def fingerprint(*settings: str) -> str:
+        result = lmt("train", str(config), *settings)
+        assert result.returncode == 0, result.stderr
+        lines = (in_tmp_path / "logs/run/metrics.jsonl").read_text()
+        return re.findall(r'"fingerprint": "(\w+)"', lines)[-1]
+
+    undisturbed = fingerprint("data.format.on_too_long=split")
+    shutil.rmtree(in_tmp_path / "checkpoints/run/4")
+    record = json.loads((in_tmp_path / "logs/run/run.json").read_text())
+    del record["identity"]["data"]["format"]["on_too_long"]
+    (in_tmp_path / "logs/run/run.json").write_text(json.dumps(record))
+    assert fingerprint() == undisturbed
 
 
 def test_a_new_run_records_the_treatment(in_tmp_path: Path) -> None:

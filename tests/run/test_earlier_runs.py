@@ -112,6 +112,33 @@ def test_newer_settings_of_a_family_leave_the_id_of_a_run_as_it_was(family: str,
     assert config_hash(RunConfig.model_validate({"model": {"type": family}})) == expected
     for change in ({"expert_kernel": "grouped"}, {"lbl_over": "batch"}, {"selection_bias_rate": 0.0}):
         assert config_hash(RunConfig.model_validate({"model": {"type": family, **change}})) != expected
+    written = RunConfig.model_validate({"model": {"type": family, "lbl_over": "microbatch"}})
+    assert config_hash(written) == expected, "as it was when this was the default"
+
+
+def resumed_experts(**model: Any) -> Any:
+    config = RunConfig.model_validate({"model": {"type": "mixtral", **model}, "trainer": {"id": "run"}})
+    directory: Any = RunDirectory(config.trainer, config, "run")
+    directory.restore_recorded_keys()
+    with directory:
+        return directory.config.model
+
+
+@pytest.mark.parametrize("recorded", [None, "microbatch"])
+def test_experts_that_were_balanced_over_microbatches_stay_so(in_tmp_path: Path, recorded: str | None) -> None:
+    assert resumed_experts().lbl_over == "batch"
+    record = json.loads((in_tmp_path / "logs/run/run.json").read_text())
+    settings = yaml.safe_load((in_tmp_path / "checkpoints/run/config.yaml").read_text())
+    for model in (record["identity"]["model"], settings["model"]):
+        del model["lbl_over"]
+        model.update({} if recorded is None else {"lbl_over": recorded})
+    (in_tmp_path / "logs/run/run.json").write_text(json.dumps(record))
+    (in_tmp_path / "checkpoints/run/config.yaml").write_text(yaml.safe_dump(settings))
+    assert read_config(in_tmp_path / "checkpoints/run").model.lbl_over == "microbatch"  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(UserError, match=r'model.lbl_over: was "microbatch", now "batch"'):
+        resumed_experts(lbl_over="batch")
+    for _ in range(2):
+        assert resumed_experts().lbl_over == "microbatch"
 
 
 def test_the_former_spelling_is_read_and_said_once(in_tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Every family trains to the same bits on one device and on several, with dropout where it has any.
 
-Four are compared on eight devices, with dropout, with experts, with latent attention and with a recurrence, the others
-on two. Families without a part of their own are compared among the exhaustive tests, and so are on eight devices those
-that bring most parts, with all parameters and with those of one layer gathered at a time.
+Four are compared on eight devices as a run compiles them, with dropout, with experts, with latent attention and with a
+recurrence, the others on two, compiled quickly and without recomputing activations. Families without a part of their
+own are compared among the exhaustive tests, where all the others are compiled as in a run too. There, the families that
+bring most parts use eight devices, with all parameters and with those of one layer gathered at a time.
 """
 
 from __future__ import annotations
@@ -18,22 +19,24 @@ import yaml
 from lm_trainer.config.loader import load
 from lm_trainer.core.batch import Batch
 from lm_trainer.models import AnyModel
-from lm_trainer.run.build.setup import build_setup
+from lm_trainer.run.build.setup import TrainingSetup, build_setup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.state.train_state import to_host
+from tests.compiling import quick_jit
 from tests.models.common import SEQ, TINY, VOCAB, WITHOUT_OWN_PARTS, change
 from tests.run.conftest import MakeConfig
 
 STEPS, ROWS = 3, 8
 EIGHT = ("gpt2", "mixtral", "deepseek_v3", "mamba2")
-MOST_PARTS = ("llama", "gemma3", "mpt", "backpack", "cohere2", "apertus", "deepseek_v3", "mamba2")
+MOST_PARTS = (
+    *("llama", "gemma3", "mpt", "backpack", "cohere2"),
+    *("apertus", "deepseek_v3", "mamba2", "gpt_oss", "granite4"),
+)
 
 
-def train(path: Path, devices: int) -> tuple[list[bytes], dict[str, bytes]]:
+def train(setup: TrainingSetup, weights: dict[str, np.ndarray]) -> tuple[list[bytes], dict[str, bytes]]:
     """The bits of every loss and gradient norm, and of all weights at the end."""
-    config = load(path, [], RunConfig).config
-    setup = build_setup(config, VOCAB, jax.devices()[:devices])
-    state, rng, series = setup.init(), np.random.default_rng(0), []
+    state, rng, series = setup.from_weights(weights), np.random.default_rng(0), []
     for step in range(STEPS):
         rows = rng.integers(0, VOCAB, (ROWS, SEQ + 1)).astype(np.int32)
         segments = np.repeat([[0] * 9 + [1] * (SEQ - 9)], ROWS, axis=0).astype(np.int32)
@@ -49,13 +52,20 @@ def train(path: Path, devices: int) -> tuple[list[bytes], dict[str, bytes]]:
 
 def cases() -> list[Any]:
     """Each family with a number of devices."""
-    rare = [(name, 2) for name in WITHOUT_OWN_PARTS] + [(name, 8) for name in MOST_PARTS if name not in EIGHT]
-    common = [(name, 8 if name in EIGHT else 2) for name in TINY if name not in WITHOUT_OWN_PARTS]
-    marked = [(pytest.mark.slow, each) for each in common] + [(pytest.mark.exhaustive, case) for case in rare]
-    return [pytest.param(TINY[name], number, id=f"{name}-{number}", marks=mark) for mark, (name, number) in marked]
+    slow, optimised = pytest.mark.slow, (pytest.mark.exhaustive, pytest.mark.optimised)
+    cases = []
+    for name, model in TINY.items():
+        recomputing = change(model, gradient_checkpointing=True)
+        if name in EIGHT:
+            cases.append(pytest.param(recomputing, 8, id=f"{name}-8", marks=(slow, pytest.mark.optimised)))
+            continue
+        if name not in WITHOUT_OWN_PARTS:
+            cases.append(pytest.param(model, 2, id=f"{name}-2", marks=slow))
+        devices = 8 if name in MOST_PARTS else 2
+        cases.append(pytest.param(recomputing, devices, id=f"{name}-{devices}-optimised", marks=optimised))
+    return cases
 
 
-@pytest.mark.optimised
 @pytest.mark.parametrize(("model", "devices"), cases())
 def test_one_device_and_several(make_config: MakeConfig, in_tmp_path: Path, model: AnyModel, devices: int) -> None:
     assert_alike(make_config, model, devices)
@@ -65,18 +75,22 @@ def test_one_device_and_several(make_config: MakeConfig, in_tmp_path: Path, mode
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MOST_PARTS)
 def test_layer_by_layer(make_config: MakeConfig, in_tmp_path: Path, name: str) -> None:
-    assert_alike(make_config, TINY[name], 8, gather="layer")
+    assert_alike(make_config, change(TINY[name], gradient_checkpointing=True), 8, gather="layer")
 
 
 def assert_alike(make_config: MakeConfig, model: AnyModel, devices: int, **trainer: Any) -> None:
     """Trains on one device and on several, and compares the bits."""
     dropout = {name: 0.1 for name in type(model).model_fields if name.endswith("_pdrop")}
-    small = change(model, **dropout, gradient_checkpointing=True)
+    small = change(model, **dropout)
     sizes = {"train_batch_size": ROWS, "num_train_steps": STEPS, "steps_per_eval": STEPS}
     path = make_config(trainer={**sizes, **trainer})
     content = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump({**content, "model": small.model_dump(mode="json")}))
-    first, last = train(path, 1), train(path, devices)
+    config = load(path, [], RunConfig).config
+    setups = [build_setup(config, VOCAB, jax.devices()[:count]) for count in (1, devices)]
+    # `tests/step/test_elastic.py` compares the initial weights, whose program is a large part of what is compiled.
+    weights = jax.tree.map(np.asarray, quick_jit(setups[0].model.init)())
+    first, last = (train(setup, weights) for setup in setups)
     assert first[0] == last[0]
     assert first[1].keys() == last[1].keys()
     assert not [name for name, bits in first[1].items() if bits != last[1][name]]

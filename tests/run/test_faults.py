@@ -35,12 +35,15 @@ def test_a_signal_before_there_is_anything_to_save_ends_the_run() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_first_signal_asks_and_the_second_ends_at_once(number: signal.Signals) -> None:
+    """A repetition within moments is the same request: `timeout`, systemd and SLURM signal a process and its group."""
     program = f"""
-import os
+import os, time
 from lm_trainer.health.signals import StopRequest
 with StopRequest() as stop:
     stop.arm()
     os.kill(os.getpid(), {number:d})
+    os.kill(os.getpid(), {number:d})
+    time.sleep({1.1 if number == signal.SIGTERM else 0.2})
     print(stop.requested, flush=True)
     os.kill(os.getpid(), {number:d})
     print("still here", flush=True)

@@ -104,11 +104,9 @@ class TestDecoder:
 
     @pytest.mark.optimised
     def test_the_bits_are_those_of_one_device(self) -> None:
-        one, *several = (plan(decoder, decoder_loss, devices=n) for n in (1, 2, 4))
+        one, several = (plan(decoder, decoder_loss, devices=n) for n in (1, 4))
         weights = {name: np.asarray(x) for name, x in one.init().params.items()}
-        expected = first_step(one, weights=weights)
-        for program in several:
-            assert first_step(program, weights=weights) == expected
+        assert first_step(several, weights=weights) == first_step(one, weights=weights)
 
     def test_devices_that_share_a_microbatch_add_their_shares(self) -> None:
         metrics = first_step(plan(decoder, decoder_loss, devices=2, context_axis_size=2))

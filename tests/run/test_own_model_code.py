@@ -20,6 +20,7 @@ from lm_trainer.models import AnyModel, LlamaConfig
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from lm_trainer.run.config.run_config import RunConfig, config_hash, numeric_differences, numeric_identity
 from tests.conftest import ROOT, Lmt, RunLmt, refused
+from tests.reproduce.conftest import on_one_device
 
 EXAMPLES = ("mlp", "gated", "hybrid")
 PAGE = (ROOT / "docs/how-to/own-model.md").read_text(encoding="utf-8")
@@ -196,40 +197,60 @@ def test_a_factory_refuses_its_keys_when_the_model_is_built(
     refused(lmt("train", "hybrid.yaml", override, "--dry-run"), *words)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_every_command_works_on_a_run(run_lmt: RunLmt, examples: Path, name: str) -> None:
-    result = run_lmt("train", f"{name}.yaml", "trainer.id=one", cwd=examples)
+def train(lmt: Lmt, name: str, run: str, *overrides: str) -> list[float]:
+    """Trains an example, and returns the losses of its steps."""
+    result = lmt("train", f"{name}.yaml", f"trainer.id={run}", *overrides)
     assert result.returncode == 0, result.stderr
-    losses = []
-    for run, devices in (("one", 1), ("two", 2), ("four", 4)):
-        command = ("train", f"{name}.yaml", f"trainer.id={run}", "trainer.gather=layer")
-        if run != "one":
-            assert run_lmt(*command, cwd=examples, devices=devices).returncode == 0
-        lines = [json.loads(line) for line in (examples / f"logs/{run}/metrics.jsonl").read_text().splitlines()]
-        losses.append([line["train/loss"] for line in lines if "train/loss" in line])
-    # The first run gathers the whole model: other programs, with equal results up to rounding.
-    assert np.allclose(losses[0], losses[1], rtol=1e-4)
-    assert losses[1] == losses[2]
-    assert run_lmt("diff", "two", "four", cwd=examples).returncode == 0
-    for command in (
-        ("verify", "one"),
-        ("generate", "one", "--prompt", "The", "--max-new-tokens", "3"),
-        ("eval", "one"),
-        ("plan", f"{name}.yaml", "--devices", "8xH100"),
-        ("report", "one"),
-    ):
-        outcome = run_lmt(*command, cwd=examples)
-        assert outcome.returncode == 0, (command, outcome.stderr)
+    lines = [json.loads(line) for line in Path(f"logs/{run}/metrics.jsonl").read_text().splitlines()]
+    return [line["train/loss"] for line in lines if "train/loss" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlp", "gated"])
+def test_a_run_trains_gathers_layer_by_layer_and_writes(lmt: Lmt, examples: Path, name: str) -> None:
+    losses = train(lmt, name, "one", "trainer.max_devices=1")
+    gathered = train(lmt, name, "two", "trainer.max_devices=2", "trainer.gather=layer")
+    assert np.allclose(losses, gathered, rtol=1e-4)
+    with on_one_device():
+        written = lmt("generate", "one", "--prompt", "The", "--max-new-tokens", "3")
+    assert written.returncode == 0, written.stderr
     assert (examples / f"logs/one/artifacts/{name}.py").read_text() == FILES[f"{name}.py"]
-    refused(run_lmt("export-hf", "two", "out", cwd=examples), "no Hugging Face format")
-    # Another version of the code is not the model of the run.
-    (examples / f"{name}.py").write_text(FILES[f"{name}.py"] + "\n# another version\n")
-    resumed = run_lmt("train", f"{name}.yaml", "trainer.id=one", "trainer.num_train_steps=6", cwd=examples)
-    refused(resumed, "model.sha256")
-    refused(
-        run_lmt("generate", "one", "--prompt", "The", cwd=examples), "is not the code that this model was made with"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("mlp", "gated")),
+        pytest.param("hybrid", marks=pytest.mark.slow),
+    ],
+)
+def test_every_command_works_on_a_run(lmt: Lmt, run_lmt: RunLmt, examples: Path, name: str) -> None:
+    losses = train(lmt, name, "one", "trainer.max_devices=1")
+    two, four = (
+        train(lmt, name, run, "trainer.gather=layer", f"trainer.max_devices={devices}")
+        for run, devices in (("two", 2), ("four", 4))
     )
+    # The first run gathers the whole model: other programs, with equal results up to rounding.
+    assert np.allclose(losses, two, rtol=1e-4)
+    assert two == four
+    planned = run_lmt("plan", f"{name}.yaml", "--devices", "8xH100")  # which emulates devices of its own
+    assert planned.returncode == 0, planned.stderr
+    with on_one_device():
+        for command in (
+            ("diff", "two", "four"),
+            ("verify", "one"),
+            ("generate", "one", "--prompt", "The", "--max-new-tokens", "3"),
+            ("eval", "one"),
+            ("report", "one"),
+        ):
+            outcome = lmt(*command)
+            assert outcome.returncode == 0, (command, outcome.stderr)
+        assert (examples / f"logs/one/artifacts/{name}.py").read_text() == FILES[f"{name}.py"]
+        refused(lmt("export-hf", "two", "out"), "no Hugging Face format")
+        # Another version of the code is not the model of the run.
+        (examples / f"{name}.py").write_text(FILES[f"{name}.py"] + "\n# another version\n")
+        refused(lmt("train", f"{name}.yaml", "trainer.id=one", "trainer.num_train_steps=6"), "model.sha256")
+        refused(lmt("generate", "one", "--prompt", "The"), "is not the code that this model was made with")
 
 
 def test_a_model_that_hears_is_refused(examples: Path) -> None:

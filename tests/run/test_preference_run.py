@@ -90,19 +90,27 @@ LOSSES = {
 }
 
 
+REPRESENTATIVES = ("dpo-lora", "kto")
+"""Losses of pairs and of single answers, beside a frozen base and beside a copy of the initial weights."""
+
+
 @pytest.mark.optimised
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in REPRESENTATIVES else pytest.mark.exhaustive)
+        for name in LOSSES
+    ],
+)
 def test_bits_are_the_same_on_any_number_of_devices(name: str, make_config: MakeConfig, in_tmp_path: Path) -> None:
     loss, changes = LOSSES[name]
     write_base(Path("base"), seed=0)
-    results = [train_on(configuration(make_config, loss, **changes), devices) for devices in (1, 2, 4)]
-    metrics, params = results[0]
+    results = (train_on(configuration(make_config, loss, **changes), devices) for devices in (1, 4))
+    (metrics, params), (other_metrics, other_params) = results
     assert metrics[-1]["loss"] < metrics[0]["loss"]
-    for other_metrics, other_params in results[1:]:
-        assert other_metrics == metrics
-        for name, x in params.items():
-            np.testing.assert_array_equal(x, other_params[name], err_msg=name)
+    assert other_metrics == metrics
+    for name, x in params.items():
+        np.testing.assert_array_equal(x, other_params[name], err_msg=name)
 
 
 @pytest.mark.slow

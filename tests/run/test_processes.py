@@ -111,9 +111,10 @@ def caching_lmt_command(directory: Path, *args: str | Path) -> list[str]:
     return [sys.executable, "-c", program, *map(str, args)]
 
 
-def start_launcher(config: Path, directory: Path, output: IO[Any] | int) -> subprocess.Popen[bytes]:
+def start_launcher(config: Path, directory: Path, output: IO[Any] | int, *options: str) -> subprocess.Popen[bytes]:
     """Starts two processes by `lmt launch local`, which a signal to this session does not reach."""
-    command = caching_lmt_command(directory, "launch", "local", config, "-n", "2", "--devices-per-process", "1")
+    devices = ("--devices-per-process", "1")
+    command = caching_lmt_command(directory, "launch", "local", config, "-n", "2", *devices, *options)
     return subprocess.Popen(
         command, cwd=directory, env=lmt_environment(), start_new_session=True, stdout=output, stderr=output
     )
@@ -187,7 +188,6 @@ def test_a_process_that_fails_alone_tells_the_others_why(
     )
 
 
-@pytest.mark.optimised
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -82,8 +82,15 @@ def test_a_recipe_is_found_by_name_and_passes_the_check(lmt: Lmt, name: str) -> 
     assert f"configs/{name}.yaml: ok" in result.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
+SIZES_OF_OTHERS = {"llama_1b": "llama_8b", "olmo2_7b": "olmo3_7b"}
+"""Recipes whose model and step are another's in other sizes."""
+EACH = [
+    pytest.param(name, marks=pytest.mark.exhaustive if name in SIZES_OF_OTHERS else pytest.mark.slow)
+    for name in RECIPES
+]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_the_plan_fits_and_is_the_one_in_the_head(run_lmt: RunLmt, in_tmp_path: Path, name: str) -> None:
     result = run_lmt(*plan_command(name), "--json", timeout=600, cwd=in_tmp_path)
     assert result.returncode == 0, result.stderr
@@ -136,10 +143,9 @@ def scaled_down(name: str, directory: Path) -> list[Any]:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_scaled_down_copy_trains(run_lmt: RunLmt, in_tmp_path: Path, name: str) -> None:
-    result = run_lmt("train", name, *scaled_down(name, in_tmp_path), devices=2, cwd=in_tmp_path)
+@pytest.mark.parametrize("name", EACH)
+def test_a_scaled_down_copy_trains(lmt: Lmt, in_tmp_path: Path, name: str) -> None:
+    result = lmt("train", name, *scaled_down(name, in_tmp_path), "trainer.max_devices=2")
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in (in_tmp_path / "logs/small/metrics.jsonl").read_text().splitlines()]
     losses = [line["train/loss"] for line in lines if "train/loss" in line]

@@ -6,16 +6,20 @@ of a step makes the host wait. JAX's transfer guard refuses the first kind on ev
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.optim import AdamConfig, MuonConfig, OptimizerConfig
 from lm_trainer.run.trainer import Trainer
+from lm_trainer.run.training import metrics
 from lm_trainer.run.training.hooks import StepInfo
 from tests.run.own_model import OPTIMIZER, STEPS, Bigrams, Numbered, loss, settings
 
@@ -49,6 +53,48 @@ def test_a_running_loop_transfers_nothing_by_the_way(determinism: str) -> None:
 @pytest.mark.parametrize("optimizer", [MuonConfig(), AdamConfig(skip_bad_steps=True)], ids=lambda config: config.type)
 def test_an_update_transfers_nothing_by_the_way(optimizer: OptimizerConfig) -> None:
     run_guarded(optimizer)
+
+
+@pytest.mark.parametrize("determinism", ["elastic", "fast"])
+def test_in_a_step_the_host_waits_for_nothing_but_the_metrics_of_the_step_before(
+    monkeypatch: pytest.MonkeyPatch, determinism: str
+) -> None:
+    waits: list[str] = []
+    read: list[Any] = []
+    main_thread = threading.get_ident()
+
+    def count(module: Any, name: str) -> None:
+        function = getattr(module, name)
+
+        def counted(value: Any, *args: Any, **settings: Any) -> Any:
+            if threading.get_ident() == main_thread and any(isinstance(x, jax.Array) for x in jax.tree.leaves(value)):
+                waits.append(name)
+                read.append(value)
+            return function(value, *args, **settings)
+
+        monkeypatch.setattr(module, name, counted)
+
+    for module, name in ((np, "asarray"), (np, "array"), (jax, "block_until_ready"), (jax, "device_get")):
+        count(module, name)
+    count(metrics, "read_scalar")
+    previous: list[jax.Array] = []
+    counts: list[Counter[str]] = []
+
+    def num_read(arrays: list[jax.Array]) -> int:
+        return sum(any(array is value for value in read) for array in arrays)
+
+    changes: dict[str, Any] = {"steps_per_eval": 99, "checkpointer": {"keep": [{"every": 99}]}}
+    with Trainer(settings(determinism=determinism, **changes), OPTIMIZER, noisy) as trainer:
+        state = trainer.initial_state(model_init=Bigrams)
+        for info in trainer.training_steps(state, trainer.data_loader(Numbered())):
+            if 2 < info.step < STEPS:
+                assert num_read(previous) == len(previous)
+                counts.append(Counter(waits))
+            previous = [*info.metrics.values()]
+            assert info.step == STEPS or num_read(previous) == 0, "the metrics of this step may still be computed"
+            waits.clear()
+            read.clear()
+    assert counts == [Counter(read_scalar=len(previous), asarray=len(previous))] * (STEPS - 3)
 
 
 def noisy(model: Bigrams, batch: Batch, key: jax.Array | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -12,12 +13,15 @@ import pytest
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
+from lm_trainer.models import LlamaConfig
+from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.plan.memory import StepMemory
 from lm_trainer.run.build.model import loss_function
 from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.staged.hutchinson import rademacher_row
 from lm_trainer.step.staged.split_loss import find_read_dtypes
+from lm_trainer.step.staged.stage_functions import StageFunctions
 from lm_trainer.step.state.train_state import to_host
 from tests.step.random_runs import RandomRun, batches, difference, draw_layerwise
 
@@ -32,15 +36,24 @@ LLAMA: dict[str, Any] = {
     "num_kv_heads": 2,
 }
 GEMMA2 = {**LLAMA, "type": "gemma2", "head_dim": 8, "sliding_window": 5}
+PREFIXED = {**LLAMA, "prefix": 1}
+"""Stacks and compiles the first layer by itself."""
 GPT2 = {"type": "gpt2", "seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4}
 BACKPACK = {**GPT2, "type": "backpack", "num_senses": 2}
 MIXTRAL = {**LLAMA, "type": "mixtral", "n_routed_experts": 4, "num_experts_per_tok": 2}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embed_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
+class PrefixedLlama(LlamaConfig):
+    def spec(self, vocab_size: int) -> DecoderSpec:
+        return dataclasses.replace(super().spec(vocab_size), prefix=1)
+
+
 def config_of(model: dict[str, Any], optimizer: str = "adam", **trainer: Any) -> RunConfig:
     settings = {"train_batch_size": 8, "elastic_shards": 8, "num_train_steps": 4, "gather": "layer", **trainer}
-    return RunConfig.model_validate({"model": model, "trainer": settings, "optimizer": {"type": optimizer}})
+    fields = {name: value for name, value in model.items() if name != "prefix"}
+    config = RunConfig.model_validate({"model": fields, "trainer": settings, "optimizer": {"type": optimizer}})
+    return config.model_copy(update={"model": PrefixedLlama(**fields)}) if "prefix" in model else config
 
 
 def batch_of(config: RunConfig) -> Batch:
@@ -104,7 +117,7 @@ def test_dropout_draws_what_it_draws_for_the_whole_model(model: dict[str, Any]) 
 @pytest.mark.slow
 @pytest.mark.optimised
 @pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=() if n == 1 else pytest.mark.slow) for n in (1, 6, 7, 8, 11, 12)]
+    "number", [pytest.param(n, marks=() if n == 1 else pytest.mark.slow) for n in (1, 6, 7, 11, 12, 17)]
 )
 def test_bits_are_equal_on_other_meshes(number: int) -> None:
     run = draw_layerwise(number)
@@ -112,7 +125,6 @@ def test_bits_are_equal_on_other_meshes(number: int) -> None:
     assert mismatch is None, f"{run}: {mismatch}"
 
 
-@pytest.mark.optimised
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "axes"),
@@ -196,6 +208,27 @@ def test_curvature_is_that_of_the_whole_model(optimizer: str, model: dict[str, A
     )
     assert max(np.abs(x).max() for x in expected.values()) > 0
     assert_close(({}, layerwise), ({}, expected))
+
+
+@pytest.mark.slow
+@pytest.mark.optimised
+def test_a_prefix_changes_no_bit() -> None:
+    """The layers of a Llama, with the first one by itself, and without a prefix."""
+    scalars, grads = gradient(config_of({**LLAMA, "num_layers": 4}))
+    for devices in (1, 2):
+        other_scalars, other_grads = gradient(config_of({**PREFIXED, "num_layers": 4}), devices)
+        assert other_scalars == scalars
+        for name, x in grads.items():
+            parts = [other_grads[name]]
+            if name.startswith("blocks.0."):
+                parts.append(other_grads[name.replace("blocks.0.", "blocks.1.")])
+            np.testing.assert_array_equal(np.concatenate(parts), x, err_msg=name)
+
+
+@pytest.mark.parametrize("layers", [range(7), range(1, 5, 2), range(3, 9), range(6, 20, 4)])
+def test_the_row_of_a_layer(layers: range) -> None:
+    stage = StageFunctions("layer", {}, layers=layers)
+    assert [int(stage.row_of(jnp.int32(number))) for number in layers] == [*range(len(layers))]
 
 
 def test_the_signs_of_a_layer_are_those_that_are_drawn_for_all() -> None:

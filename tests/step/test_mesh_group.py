@@ -24,7 +24,7 @@ from lm_trainer.step.dispatch.mesh_group import MeshWide, dispatching_for
 from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.state.train_state import to_host
 from tests.conftest import lmt_environment
-from tests.step.test_layerwise import GEMMA2, GPT2, LLAMA, MIXTRAL, VOCAB, config_of
+from tests.step.test_layerwise import GEMMA2, GPT2, LLAMA, MIXTRAL, PREFIXED, VOCAB, config_of
 
 pytestmark = pytest.mark.optimised
 
@@ -54,16 +54,18 @@ def computing(setup: TrainingSetup) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "devices", "trainer"),
+    ("model", "devices", "trainer", "reducing"),
     [
-        (LLAMA, 2, {}),
-        (LLAMA, 4, {"microbatches_per_gather": 1, "mp": "p=f32,c=bfloat16"}),
-        ({**GPT2, "attn_pdrop": 0.1}, 8, {}),
-        (GEMMA2, 2, {}),
+        (LLAMA, 2, {}, 2),
+        (LLAMA, 4, {"microbatches_per_gather": 1, "mp": "p=f32,c=bfloat16"}, 2),
+        ({**GPT2, "attn_pdrop": 0.1}, 8, {}, 2),
+        (GEMMA2, 2, {}, 2),
+        # One of the two layers in the middle has a neighbour at another slot.
+        (PREFIXED, 2, {}, 1),
     ],
 )
 def test_one_program_for_all_devices_has_the_bits_of_one_for_each(
-    model: dict[str, Any], devices: int, trainer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    model: dict[str, Any], devices: int, trainer: dict[str, Any], reducing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = Counter[str]()
     run = Program.__call__
@@ -82,7 +84,7 @@ def test_one_program_for_all_devices_has_the_bits_of_one_for_each(
     exchanging = {name: count for name, count in runs.items() if " with " in name}
     # Three of four layers gather the next one, and the two in the middle also reduce their neighbour's gradients.
     turns = 2 * (1 if trainer.get("microbatches_per_gather") is None else 8 // devices)
-    assert sum(count for name, count in exchanging.items() if "reduce" in name) == 2 * turns
+    assert sum(count for name, count in exchanging.items() if "reduce" in name) == reducing * turns
     assert sum(count for name, count in exchanging.items() if "reduce" not in name) == 3 * turns
 
 
@@ -136,6 +138,7 @@ def test_the_host_dispatches_no_more_programs_for_more_devices(monkeypatch: pyte
     assert layers == LAYERS["num_layers"] * microbatches // 2
 
 
+@pytest.mark.slow
 def test_a_computation_that_is_compiled_otherwise_in_one_program_gets_one_for_each_device(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

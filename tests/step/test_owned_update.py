@@ -103,7 +103,9 @@ def test_each_weight_is_updated_as_among_all(config: OptimizerConfig) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["muon", "scion", "muonh"])
+@pytest.mark.parametrize(
+    "name", ["muon", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("scion", "muonh"))]
+)
 def test_state_in_8_bits_is_updated_weight_by_weight(name: str) -> None:
     config = BY_TYPE[name].model_validate({"type": name, "state_dtype": "float8", "skip_bad_steps": 4})
     digest, params, _ = run(config, 1, params=LARGE)

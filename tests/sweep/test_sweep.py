@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +168,28 @@ def test_a_run_that_fails_does_not_end_the_sweep(lmt: Lmt, swept: Path, trained:
     assert "s-seed-0 failed with exit code 3; the sweep goes on" in result.stderr
 
 
+@pytest.mark.parametrize("code", [76, 77, 143, -1])
+def test_a_run_that_was_stopped_or_has_a_bad_device_ends_the_sweep(
+    lmt: Lmt, swept: Path, trained: Trained, code: int
+) -> None:
+    trained.codes = {1: code}
+    assert lmt("sweep", "run.yaml", "trainer.seed=0,1").returncode == (code if code > 0 else 130)
+    assert len(trained.commands) == 1
+
+
+def test_a_signal_that_comes_before_a_run_has_started_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = subprocess.Popen
+
+    def signal_first(command: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return start(command)
+
+    monkeypatch.setattr(subprocess, "Popen", signal_first)
+    previous_handler = signal.getsignal(signal.SIGTERM)
+    assert running._run_and_wait([sys.executable, "-Sc", "import time; time.sleep(60)"]) == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is previous_handler
+
+
 def test_every_run_is_started_by_a_launcher(lmt: Lmt, swept: Path, trained: Trained) -> None:
     trained.codes = {1: 0, 2: 0}
     assert lmt("sweep", "run.yaml", "trainer.seed=0,1", "--launch", "slurm --time 1:00:00 --submit").returncode == 0
@@ -190,6 +216,8 @@ def test_seeds_of_a_setting_are_averaged(lmt: Lmt, swept: Path, trained: Trained
 
 @pytest.mark.slow
 def test_a_sweep_of_processes(run_lmt: RunLmt, swept: Path) -> None:
+    assert run_here("train", "run.yaml", "trainer.seed=0", "trainer.id=run-seed-0").returncode == 0
     result = run_lmt("sweep", "run.yaml", "trainer.seed=0,1", cwd=swept)
     assert result.returncode == 0, result.stderr
+    assert "run-seed-0  done" in result.stdout
     assert "run-seed-1  done" in result.stdout

@@ -73,7 +73,10 @@ def _nesting_depth(data: object) -> int:
 
 def _parse_yaml(text: str) -> object:
     check_depth(text)
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
     try:
         root = loader.get_single_node()
         if root is None:

@@ -54,7 +54,7 @@ def find_dialect(file: Path, keys: Set[str], name: str | None, root: type[Config
     matched = _supported_keys(best, keys, root)
     # A single mark may be a coincidence, unless all other keys also match.
     few = len(best.marks & keys) < 2 and file.suffix != ".py"
-    if 2 * len(matched) < len(keys) or (few and len(matched) < len(keys)):
+    if 3 * len(matched) < 2 * len(keys) or (few and len(matched) < len(keys)):
         raise UserError(
             f"{file}: {best.name} has {len(matched)} of its {len(keys)} keys ({_format_keys(matched)}), and not "
             f"the others ({_format_keys(keys - matched)}), so it may be of something else; say whose it is with --from "

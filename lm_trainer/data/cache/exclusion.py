@@ -34,6 +34,8 @@ class Exclusion:
     """int64 [N], numbers of the documents in the cache, in increasing order."""
     made_for: Mapping[str, tuple[int, str]]
     """Maps the file of each list to the number of documents and the token hash for which it was made."""
+    key: str = "data.exclude"
+    """Key of the configuration that names the lists, for messages."""
 
     @cached_property
     def digest(self) -> str:
@@ -54,13 +56,13 @@ class Exclusion:
         for file, (num_listed, tokens) in self.made_for.items():
             if tokens != hash_tokens(ledger):
                 raise UserError(
-                    f"data.exclude: {file} was made for other data than {name}: for {num_listed:,} documents of the "
+                    f"{self.key}: {file} was made for other data than {name}: for {num_listed:,} documents of the "
                     f"tokens {tokens}, and these are {documents:,} of {hash_tokens(ledger)}; make it again "
                     "with: lmt data dedup"
                 )
         if len(self.documents_N) and self.documents_N[-1] >= documents:
             raise UserError(
-                f"data.exclude: there is no document {self.documents_N[-1]} in {name}, which has "
+                f"{self.key}: there is no document {self.documents_N[-1]} in {name}, which has "
                 f"{documents:,}, counted from 0"
             )
 
@@ -70,12 +72,13 @@ def hash_tokens(ledger: Ledger) -> str:
     return fingerprint(ledger.sha256)
 
 
-def read_exclusions(files: Sequence[str], sets: Iterable[str]) -> dict[str, Exclusion]:
+def read_exclusions(files: Sequence[str], sets: Iterable[str], key: str = "data.exclude") -> dict[str, Exclusion]:
     """Reads lists, and merges their entries for each set.
 
     Args:
         files: paths of the lists.
         sets: names of all sets to train on.
+        key: key of the configuration that names the lists, for messages.
 
     Raises:
         UserError: if a file is invalid; names the invalid line.
@@ -83,25 +86,24 @@ def read_exclusions(files: Sequence[str], sets: Iterable[str]) -> dict[str, Excl
     set_names, numbers = list(sets), dict[str, list[np.ndarray]]()
     made_for: dict[str, dict[str, tuple[int, str]]] = {}
     for file in files:
-        header, excluded = _read_list(file)
+        header, excluded = _read_list(file, key)
         if missing := [name for name in header if name not in set_names]:
             raise UserError(
-                f"data.exclude: {file} is for the set {missing[0]}, which is not trained on; there are "
-                f"{', '.join(set_names)}"
+                f"{key}: {file} is for the set {missing[0]}, which is not trained on; there are {', '.join(set_names)}"
             )
         for name, about in header.items():
             made_for.setdefault(name, {})[file] = about
             numbers.setdefault(name, []).append(np.array(excluded[name], np.int64))
-    return {name: Exclusion(np.unique(np.concatenate(arrays)), made_for[name]) for name, arrays in numbers.items()}
+    return {name: Exclusion(np.unique(np.concatenate(arrays)), made_for[name], key) for name, arrays in numbers.items()}
 
 
-def _read_list(file: str) -> tuple[dict[str, tuple[int, str]], dict[str, list[int]]]:
+def _read_list(file: str, key: str) -> tuple[dict[str, tuple[int, str]], dict[str, list[int]]]:
     line = 1
     try:
         with local_path(file).open(encoding="utf-8") as lines:
             header = json.loads(next(lines, ""))
             if header["format"] != _FORMAT:
-                raise UserError(f"data.exclude: {file} has the format {header['format']}, this version reads {_FORMAT}")
+                raise UserError(f"{key}: {file} has the format {header['format']}, this version reads {_FORMAT}")
             sets = {name: (int(about["documents"]), str(about["tokens"])) for name, about in header["sets"].items()}
             numbers: dict[str, list[int]] = {name: [] for name in sets}
             for line, text in enumerate(lines, start=2):  # noqa: B007
@@ -111,11 +113,11 @@ def _read_list(file: str) -> tuple[dict[str, tuple[int, str]], dict[str, list[in
                     raise ValueError("`document` is no number from 0")
                 numbers[entry["set"]].append(number)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data.exclude: cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(f"{key}: cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(
-            f"data.exclude: {file}:{line} is no line of a list of documents ({reason}); lmt data dedup and "
+            f"{key}: {file}:{line} is no line of a list of documents ({reason}); lmt data dedup and "
             "lmt data overlap write such lists"
         ) from None
     return sets, numbers

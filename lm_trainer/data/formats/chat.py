@@ -240,7 +240,7 @@ def find_unmarked_end(template: ChatTemplate) -> str | None:
 
 def marks_answers(template: ChatTemplate) -> bool:
     """Returns True if the template marks what the assistant says."""
-    return re.search(r"\{%-?\s*generation\s*-?%\}", template.source) is not None
+    return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template.source) is not None
 
 
 def compile_template(tokenizer: HfTokenizer) -> ChatTemplate:

@@ -22,6 +22,8 @@ _OPEN, _CLOSE, _QUOTE = "\ufdd0", "\ufdd1", "\ufdd2"
 """Unicode noncharacters, which no text contains. They mark positions in a text while it is rendered."""
 # After _QUOTE, a character of the private use area encodes the index of a special token.
 _FIRST = 0xE000
+_ADDRESS = re.compile(r"<[^<>\n]* at 0x[0-9a-f]{6,}>")
+"""Matches the text that Python gives to functions, generators and most other objects."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
+            refuse_addresses(text, (messages, tools))
         except UnusableRow:
             raise
         except Exception as error:  # a template is a program and may raise anything
@@ -178,6 +181,9 @@ def template_environment(
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
+    def refuse_chance(*_: object, **__: object) -> None:
+        raise jinja2.TemplateError("it draws by chance, by `random` or `lipsum`, so one text would differ each time")
+
     def tojson(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
         # Jinja's built-in filter escapes characters for HTML, and the escapes would become tokens.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
@@ -187,9 +193,36 @@ def template_environment(
         trim_blocks=True, lstrip_blocks=True, finalize=finalize, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = tojson
+    # Chance would give one conversation other tokens each time.
+    environment.filters["random"] = environment.globals["lipsum"] = refuse_chance
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda format: now().strftime(format)
     return environment
+
+
+def refuse_addresses(text: str, messages: object) -> None:
+    """Raises Jinja's TemplateError if a rendered text has the address of an object, which differs in each process.
+
+    Args:
+        text: the rendered text.
+        messages: everything that the template was given, in which such a text may occur.
+    """
+    for match in _ADDRESS.findall(text):
+        if not any(match in part for part in _texts(messages)):
+            name = match.partition(" at 0x")[0].removeprefix("<")
+            raise import_jinja().TemplateError(
+                f"it writes out the address of an object in memory ({name}); a call lacks its brackets, or `| join` is "
+                f"missing"
+            )
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yields every text in nested containers."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(part)
 
 
 def _refuse_null(value: object) -> object:

@@ -39,6 +39,10 @@ class Chunks:
         """Returns the position in the stream of each chunk's first token: int64 [B]."""
         return self.first_token + np.asarray(rows_B, np.int64) * (self.stride or self.seq_len)
 
+    def stream_positions(self, rows_B: np.ndarray) -> np.ndarray:
+        """Returns the position in the stream of each input: int64 [B, S]."""
+        return self.chunk_starts(rows_B)[:, None] + np.arange(self.seq_len)
+
     @property
     def num_rows(self) -> int:
         return len(self.stream) // self.seq_len

@@ -16,6 +16,7 @@ import numpy as np
 from lm_trainer.core.batch import Batch
 from lm_trainer.data.mixture import Mixture
 from lm_trainer.data.rows.chunks import Chunks, read_mixed
+from lm_trainer.data.rows.uncounted import TokenMask
 from lm_trainer.data.shuffle import ShuffleConfig
 
 _LOOKAHEAD = 1024
@@ -59,9 +60,14 @@ class TrainSet:
     augment: Callable[[Batch, np.ndarray], Batch] | None = None
     """Changes a batch, given the positions of its rows in the run; None means no change."""
 
+    mask: TokenMask | None = None
+    """Makes padding of documents that do not count; None if all of them count."""
+
     def read(self, draws_N: np.ndarray, positions_N: np.ndarray) -> Batch:
         """Reads the rows of the given draws, whose positions in the run are `positions_N`."""
-        batch = self.rows.read(self.rows_of_draws(draws_N))
+        rows_N = self.rows_of_draws(draws_N)
+        batch = self.rows.read(rows_N)
+        batch = batch if self.mask is None else self.mask.apply(batch, rows_N)
         return batch if self.augment is None else self.augment(batch, positions_N)
 
     def rows_of_draws(self, draws_N: np.ndarray) -> np.ndarray:
@@ -104,7 +110,7 @@ class TrainOrder:
         chunks = [
             (indices, train.rows, train.rows_of_draws(draws))
             for indices, train, draws in parts
-            if isinstance(train.rows, Chunks)
+            if isinstance(train.rows, Chunks) and train.mask is None
         ]
         if len(chunks) == len(parts):
             return read_mixed(chunks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -23,10 +23,11 @@ from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.rows.grain_rows import GrainRows
 from lm_trainer.data.rows.growing_order import POLL_SECONDS
 from lm_trainer.data.rows.long_examples import LongExamples, count_long_documents
-from lm_trainer.data.rows.order import Rows, TrainSet
+from lm_trainer.data.rows.order import TrainSet
 from lm_trainer.data.rows.packed_set import PackedSet
 from lm_trainer.data.rows.packing import PackedRows, PackingPlan, open_packing_plan
 from lm_trainer.data.rows.pair_packing import PairPlan, open_pair_plan
+from lm_trainer.data.rows.uncounted import TokenMask, Uncounted, read_uncounted
 from lm_trainer.data.shuffle import NoShuffle, derive_seed
 from lm_trainer.data.sources.grain_pipeline import GrainPipeline
 from lm_trainer.data.sources.prebuilt import PrebuiltCache
@@ -58,8 +59,9 @@ class RowBuilder:
         seed, format = self.seed_for_set(name), config.sets[name].format
         if not final:
             # A packing plan depends on all documents, so no packed row is final before the cache is finished. The same
-            # holds for audio.
+            # holds for audio, and for documents that do not count, which are checked against the finished cache.
             needs_all_documents = config.packing_of(name) == "best_fit" or isinstance(format, AudioFormat)
+            needs_all_documents = needs_all_documents or config.without is not None
             num_rows = 0 if needs_all_documents else _num_final_chunks(cache.stream, self.seq_len, held_out)
             return TrainSet(name, chunks, num_rows, config.shuffle_config, seed, final=False)
         if isinstance(format, AudioFormat):
@@ -69,13 +71,23 @@ class RowBuilder:
             pairs = self._packed_pairs(name, cache, format)
             return TrainSet(name, pairs, pairs.num_rows, config.shuffle_config, seed)
         stop = self._first_held_out_token(name, chunks, held_out)
-        rows: Rows = chunks
+        rows: Chunks | PackedRows = chunks
         num_rows = chunks.num_rows if stop is None else stop // self.seq_len
         if config.packing_of(name) == "best_fit":
             plan = self._document_plan(name, cache, stop=stop)
             rows = PackedRows(cache.stream, plan, self.seq_len, self.tokenizer.eos_id)
             num_rows = rows.num_rows
-        return TrainSet(name, rows, num_rows, config.shuffle_config, seed)
+        return TrainSet(name, rows, num_rows, config.shuffle_config, seed, mask=self._mask(name, cache, rows))
+
+    @cached_property
+    def uncounted(self) -> Mapping[str, Uncounted]:
+        """The documents that do not count, by name of the set."""
+        return read_uncounted(self.config)
+
+    def _mask(self, name: str, cache: OpenCache, rows: Chunks | PackedRows) -> TokenMask | None:
+        if name not in self.uncounted:
+            return None
+        return TokenMask(rows, *self.uncounted[name].find_runs(self._title(name), cache))
 
     def _audio_rows(self, name: str, cache: OpenCache, format: AudioFormat) -> AudioRows:
         max_bad = self.config.max_bad_rows if self.config.on_bad_row == "skip" else None

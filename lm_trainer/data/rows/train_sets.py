@@ -53,6 +53,8 @@ class TrainSets:
         config = self._config
         if config.exclude:
             return "data.exclude"
+        if config.without is not None:
+            return "data.without"
         if config.stop_strategy != "restart":
             return f"data.stop_strategy: {config.stop_strategy}"
         if config.packed:
@@ -66,7 +68,7 @@ class TrainSets:
     def needs_all(self) -> bool:
         """True if every set must be complete before the first row, as its end decides its packing or the data's end."""
         config = self._config
-        if config.exclude or config.features_shape is not None:
+        if config.exclude or config.without is not None or config.features_shape is not None:
             return True
         return config.stop_strategy != "restart" or config.packed
 

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import local_path
-from lm_trainer.data.tokenizer.files import CONFIG_FILE, TEMPLATE_FILE, TEMPLATES, TOKENIZER_FILE
+from lm_trainer.data.tokenizer.files import CONFIG_FILE, TEMPLATE_FILE, TEMPLATES, TOKEN_MAP_FILE, TOKENIZER_FILE
 from lm_trainer.data.tokenizer.rust import open_rust, settings_without_sampling, without_sampling
 
 logger = logging.getLogger(__name__)
@@ -125,6 +125,7 @@ class HfTokenizer:
         self._content, off = without_sampling(content)
         self._settings, off_in_settings = settings_without_sampling(settings or _DEFAULT_SETTINGS)
         self._extras, self._origin = dict(extras or {}), origin
+        self._token_map = self._read_token_map()
         for file, changed in ((TOKENIZER_FILE, off), (CONFIG_FILE, off_in_settings)):
             if changed:
                 logger.warning(
@@ -141,7 +142,8 @@ class HfTokenizer:
         self._vocab_size = max(vocabulary.values(), default=-1) + 1
         self._eos_token = self._find_eos(vocabulary, eos_token)
         # The settings may hold an object with more than the token's text, which is kept.
-        if token_text(self._settings.get("eos_token")) != self._eos_token:
+        named_end = token_text(self._settings.get("eos_token")) or self._token_map.get("eos_token")
+        if named_end != self._eos_token:
             self._settings["eos_token"] = self._eos_token
         self._eos_id = vocabulary[self._eos_token]
         self._bos_id = self._find_bos()
@@ -153,8 +155,25 @@ class HfTokenizer:
                 f"declare it special in {TOKENIZER_FILE}"
             )
 
+    def _read_token_map(self) -> dict[str, str]:
+        """Returns the named tokens in special_tokens_map.json, which older tokenizers have instead of the settings.
+
+        As in transformers, settings with the key `added_tokens_decoder` name all tokens themselves.
+        """
+        content = self._extras.get(TOKEN_MAP_FILE)
+        if content is None or "added_tokens_decoder" in self._settings:
+            return {}
+        try:
+            named = json.loads(content)
+            texts = {key: token_text(value) for key, value in named.items() if key.endswith("_token")}
+        except (ValueError, AttributeError):
+            raise UserError(
+                f"{self._origin}: {TOKEN_MAP_FILE} is no JSON object; put back a copy, or remove it"
+            ) from None
+        return {key: text for key, text in texts.items() if isinstance(text, str)}
+
     def _find_eos(self, vocabulary: Mapping[str, int], eos_token: str | None) -> str:
-        named = eos_token or token_text(self._settings.get("eos_token"))
+        named = eos_token or token_text(self._settings.get("eos_token")) or self._token_map.get("eos_token")
         if named is None:
             named = next((token for token in _USUAL_EOS if token in vocabulary), None)
         if named is None:
@@ -237,9 +256,10 @@ class HfTokenizer:
         return {token.content: index for index, token in added.items() if token.special}
 
     def named_tokens(self) -> dict[str, str]:
-        """Returns the named tokens of the settings, such as `eos_token`."""
+        """Returns the named tokens, such as `eos_token`."""
         texts = {key: token_text(value) for key, value in self._settings.items() if key.endswith("_token")}
-        return {key: text for key, text in texts.items() if isinstance(text, str)}
+        named = {key: text for key, text in texts.items() if isinstance(text, str)}
+        return {**named, **self._token_map, "eos_token": self._eos_token}
 
     @property
     def chat_template(self) -> str | None:

@@ -10,6 +10,7 @@ from lm_trainer.core.safe_names import path_inside
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+TOKEN_MAP_FILE = "special_tokens_map.json"
 
 TEMPLATE_FILE = "chat_template.jinja"
 """The default chat template."""
@@ -19,7 +20,7 @@ TEMPLATES = "additional_chat_templates"
 COPIED_FILES = (
     # Complete tokenizers for other versions of transformers, such as tokenizer.4.0.0.json.
     "tokenizer.*.json",
-    "special_tokens_map.json",
+    TOKEN_MAP_FILE,
     "added_tokens.json",
     # Chat templates: the default, further ones by name, and the file that processors used in earlier versions.
     TEMPLATE_FILE,

@@ -61,6 +61,9 @@ def open_rust(content: str) -> RustTokenizer:
         Exception: if the content is not a tokenizer. The package has no narrower error type.
     """
     rust = RustTokenizer.from_str(content)
+    # Found in the text unless its key is spelt with escapes.
+    if 0 < (getattr(rust.model, "dropout", None) or 0) < 1:
+        raise ValueError("model.dropout is set, by which one text becomes other tokens each time; set it to null")
     rust.no_truncation()
     rust.no_padding()
     return rust

@@ -19,6 +19,7 @@ from lm_trainer.health.alerts.memory import DeviceMemory
 from lm_trainer.health.alerts.non_finite import NonFinite
 from lm_trainer.health.alerts.rules import Rule
 from lm_trainer.health.alerts.step_time import StepTime
+from lm_trainer.health.alerts.straggler import Straggler
 
 _SHELL_OPERATORS = {"|", "||", "&", "&&", ";", "<", ">", ">>", "2>", "2>&1"}
 
@@ -38,6 +39,7 @@ class AlertsConfig(Config):
     data_wait: DataWait | None = DataWait()
     memory: DeviceMemory | None = DeviceMemory()
     expert_load: ExpertLoad | None = ExpertLoad()
+    straggler: Straggler | None = Straggler()
 
     no_progress: bool = True
     """Also alert when the watchdog (`trainer.watchdog`) detects no progress."""

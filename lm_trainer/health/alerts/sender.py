@@ -63,9 +63,8 @@ class Alerts:
         all_metrics = {**metrics, **speed}
         for name, check in self._checks.items():
             message = check(all_metrics)
-            if message is not None and step > self._silent_until.get(name, 0):
-                self._silent_until[name] = step + self._config.quiet_steps
-                self._report_alert(Alert(step, name, message, all_metrics))
+            if message is not None:
+                self._report_unless_quiet(Alert(step, name, message, all_metrics))
         try:
             self._rules(step, metrics)
         except RuleStop as stop:
@@ -91,6 +90,11 @@ class Alerts:
         if self._sends:
             self._report_alert(Alert(step, "hardware", message, {}))
 
+    def report_straggler(self, step: int, message: str) -> None:
+        """Sends an alert about a process that makes the others wait."""
+        if self._sends:
+            self._report_unless_quiet(Alert(step, "straggler", message, {}))
+
     def close(self) -> None:
         """Waits for running commands, up to a timeout. Calling it twice is safe."""
         if self._running:
@@ -102,6 +106,11 @@ class Alerts:
             stalls, self._stalls = self._stalls, []
         for message in stalls:
             self._trackers.log_alert("no_progress", message, step=step)
+
+    def _report_unless_quiet(self, alert: Alert) -> None:
+        if alert.step > self._silent_until.get(alert.kind, 0):
+            self._silent_until[alert.kind] = alert.step + self._config.quiet_steps
+            self._report_alert(alert)
 
     def _report_alert(self, alert: Alert) -> None:
         self._progress.note(f"alert: step {alert.step}: {alert.message} ({alert.kind})")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 
+import yaml
+
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.terminal import escape_line
 from lm_trainer.run.config.default_shards import default_microbatches
 
 TOKENS_PER_PARAMETER = 20
@@ -63,8 +67,12 @@ class Choices:
     """Number and kind, such as `8xH100` or `1xcpu`."""
 
 
-def write_first_file(choices: Choices) -> str:
+def write_first_file(choices: Choices, file: str) -> str:
     """Returns the text of a configuration.
+
+    Args:
+        choices: the choices.
+        file: path of the file, for the commands in its first lines.
 
     Raises:
         UserError: if a choice does not exist, or the batch cannot be split over so many devices.
@@ -87,7 +95,7 @@ def write_first_file(choices: Choices) -> str:
         )
     tokens = TOKENS_PER_PARAMETER * size.params
     is_cpu = kind.lower() == "cpu"
-    sections = [_head(choices, tokens), _model(choices.family, size), _data(choices.data, size)]
+    sections = [_head(choices, tokens, escape_line(file)), _model(choices.family, size), _data(choices.data, size)]
     sections += [_trainer(size, round(tokens / batch_tokens), is_cpu=is_cpu), _optimizer(size)]
     return "\n".join(sections)
 
@@ -105,13 +113,13 @@ def _parse_devices(text: str) -> tuple[int, str]:
     return count, match[3]
 
 
-def _head(choices: Choices, tokens: int) -> str:
+def _head(choices: Choices, tokens: int, file: str) -> str:
     return (
         f"# {choices.family} of about {choices.size.upper()} parameters, written by `lmt config new`. Trains on"
         f" {tokens / 1e9:.3g} billion tokens, {TOKENS_PER_PARAMETER} for each parameter.\n"
-        f"# Memory, time and cost: lmt plan FILE --devices {choices.devices}\n"
-        f"# Start, and resume:     lmt train FILE\n"
-        f"# Batch and learning rate suit this size; they are not tuned: lmt sweep FILE optimizer.learning_rate="
+        f"# Memory, time and cost: lmt plan {file} --devices {choices.devices}\n"
+        f"# Start, and resume:     lmt train {file}\n"
+        f"# Batch and learning rate suit this size; they are not tuned: lmt sweep {file} optimizer.learning_rate="
         f"{size_rates(choices.size)}"
     )
 
@@ -153,7 +161,14 @@ def _data(data: str, size: Size) -> str:
         name, _, revision = data.partition("@")
         keys = {"id": name, **({"revision": revision} if revision else {}), "splits": "[train]"}
         return _block("data", {**keys, **held_out, "tokenizer": tokenizer})
-    return _block("data", {"train_urls": f"['{data}']", **held_out, "tokenizer": tokenizer})
+    return _block("data", {"train_urls": f"[{_quote(data)}]", **held_out, "tokenizer": tokenizer})
+
+
+def _quote(text: str) -> str:
+    """Returns a text as a value of YAML on one line."""
+    quoted = yaml.safe_dump(text, default_style='"', width=sys.maxsize, allow_unicode=True).strip()
+    # Single quotes are easier to read where nothing has to be escaped.
+    return f"'{text}'" if quoted == f'"{text}"' and "'" not in text else quoted
 
 
 def _trainer(size: Size, steps: int, *, is_cpu: bool) -> str:

@@ -51,7 +51,8 @@ def data_with_inferred_keys(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def data_without_newer_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a data section without newer keys that have their default, as older versions would have recorded it."""
-    return _change_formats(data, _without_newer_defaults)
+    older = {key: value for key, value in data.items() if (key, value) != ("without", None)}
+    return _change_formats(older, _without_newer_defaults)
 
 
 def _without_newer_defaults(format: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lm_trainer.core.config import Config
 from lm_trainer.data.config import DataConfig
+from lm_trainer.models import MODEL_CONFIGS, DecoderConfig
 from lm_trainer.run.config.default_shards import MIN_MICROBATCHES, follows_from_batch, largest_shards
 from lm_trainer.run.config.recorded_data_keys import (
     data_with_inferred_keys,
@@ -18,7 +19,6 @@ from lm_trainer.run.config.recorded_data_keys import (
 )
 
 if TYPE_CHECKING:
-    from lm_trainer.models.base import DecoderConfig
     from lm_trainer.run.config.trainer_config import TrainerConfig
 
 ConfigT = TypeVar("ConfigT", bound=Config)
@@ -38,8 +38,11 @@ def _infer_missing_keys(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 _ONLY_LOSS = {"type": "next_token"}
 """The loss of runs that were recorded before there was a choice."""
+_NEWER_ADAPTER_KEYS = ("base_quantization",)
+"""Keys of the adapter that are newer than some recorded runs; null is what these runs did."""
 _CURRENT_SPELLING = {"layerwise": "elastic"}
 """Current values of `determinism`, by former value."""
+_FAMILIES = {family.model_fields["type"].default: family for family in MODEL_CONFIGS}
 
 
 def trainer_with_recorded_keys(trainer: TrainerConfig, recorded: Mapping[str, Any]) -> TrainerConfig:
@@ -72,13 +75,26 @@ def config_with_recorded_keys(config: ConfigT, recorded: Mapping[str, Any]) -> C
     data, recorded_data = getattr(config, "data", None), recorded.get("data")
     if isinstance(data, DataConfig) and isinstance(recorded_data, Mapping):
         sections["data"] = data_with_recorded_keys(data, recorded_data)
+    model, recorded_model = getattr(config, "model", None), recorded.get("model")
+    if isinstance(model, DecoderConfig) and isinstance(recorded_model, Mapping):
+        sections["model"] = _model_with_recorded_keys(model, recorded_model)
     return config.model_copy(update=sections)
+
+
+def _model_with_recorded_keys(model: DecoderConfig, recorded: Mapping[str, Any]) -> DecoderConfig:
+    """Returns the model section with which a run continues. Newer keys that are not set get their recorded values."""
+    if recorded.get("type") != getattr(model, "type", None):
+        return model
+    values = {key: recorded.get(key, value) for key, value in model.implied_settings.items()}
+    return model.model_copy(update={k: v for k, v in values.items() if k not in model.model_fields_set})
 
 
 def with_inferred_keys(identity: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the numeric identity of a run, and adds the keys that are missing in its record."""
     if isinstance(data := identity.get("data"), Mapping):
         identity = {**identity, "data": data_with_inferred_keys(data)}
+    if isinstance(model := identity.get("model"), Mapping):
+        identity = {**identity, "model": {**_implied_settings(model), **model}}
     recorded = identity.get("trainer")
     if not isinstance(recorded, Mapping):
         return dict(identity)
@@ -86,6 +102,12 @@ def with_inferred_keys(identity: Mapping[str, Any]) -> dict[str, Any]:
     if trainer.get("determinism") in _CURRENT_SPELLING:
         trainer["determinism"] = _CURRENT_SPELLING[trainer["determinism"]]
     return {**identity, "trainer": trainer}
+
+
+def _implied_settings(recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the values of newer settings of the family of a recorded model section."""
+    family = _FAMILIES.get(str(recorded.get("type")))
+    return {} if family is None else family.implied_settings
 
 
 def without_newer_defaults(identity: Mapping[str, Any], trainer: TrainerConfig, model: DecoderConfig) -> dict[str, Any]:
@@ -108,10 +130,21 @@ def without_newer_defaults(identity: Mapping[str, Any], trainer: TrainerConfig, 
     sections = {key: value for key, value in identity.items() if (key, value) != ("loss", _ONLY_LOSS)}
     if isinstance(data := identity.get("data"), Mapping):
         sections["data"] = data_without_newer_defaults(data)
+    if isinstance(adapter := sections.get("adapter"), Mapping):
+        newer = {key for key in _NEWER_ADAPTER_KEYS if adapter.get(key) is None}
+        sections["adapter"] = {key: value for key, value in adapter.items() if key not in newer}
     if isinstance(recorded_model := sections.get("model"), Mapping):
-        newer = {n for n in model.newer_fields if getattr(model, n) == type(model).model_fields[n].default}
+        newer = {name for name in model.newer_fields if _is_as_in_older_runs(model, name)}
         sections["model"] = {key: value for key, value in recorded_model.items() if key not in newer}
     return {**sections, "trainer": recorded}
+
+
+def _is_as_in_older_runs(model: DecoderConfig, name: str) -> bool:
+    """Returns True if a newer setting has its default, or the value that older runs imply."""
+    value = getattr(model, name)
+    if name in model.implied_settings:
+        return name not in model.model_fields_set or value == model.implied_settings[name]
+    return value == type(model).model_fields[name].default
 
 
 def replace_old_spelling(trainer: Any) -> Any:

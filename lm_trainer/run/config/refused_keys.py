@@ -1,4 +1,4 @@
-"""Top-level keys that are not allowed in the configuration of a run: keys of Levanter's programs and of ladders."""
+"""Top-level keys and attributes of Levanter's programs and of ladders that the configuration of a run does not have."""
 
 _LADDER = "of a ladder of runs; use `lmt ladder plan` or `lmt ladder run`"
 _CHAT = "of a program for instruction data alone; use `data.train_urls` with `data.format: {type: chat}`"
@@ -33,3 +33,16 @@ REFUSED_TOP_LEVEL_KEYS = {
     "reinit_tokens": "not available; a tokenizer with other tokens than the checkpoint's is refused",
 }
 """The replacement of each key, or the reason why it has none."""
+
+ABSENT_TRAINER_ATTRIBUTES = {
+    "TrainBatch": "axes have no objects; use batch_schedule.at(step)",
+    "EvalBatch": "axes have no objects; use eval_batch_size",
+    "batch_axis_at_step": "axes have no objects; use batch_schedule.at(step)",
+    "initialize": "use `with Trainer(config, optimizer, loss) as trainer:`, which does it",
+    "use_device_mesh": "shardings name their mesh; use jax.set_mesh(config.device_mesh) for code of yours",
+    "num_slices": "it is not asked for; copies of the state over slices: use replica_dcn_axis_size",
+    "num_devices_per_slice": "for each copy over slices use device_mesh.size // replica_dcn_axis_size",
+    "data_ici_axis_size": "there is one data axis, inside and across slices; use device_mesh.shape['data']",
+    "data_dcn_axis_size": "there is one data axis, inside and across slices; use device_mesh.shape['data']",
+}
+"""The replacement of attributes that Levanter's `TrainerConfig` has."""

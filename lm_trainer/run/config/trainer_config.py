@@ -34,6 +34,7 @@ from lm_trainer.parallel.mesh import (
 )
 from lm_trainer.run.config.default_shards import MIN_MICROBATCHES, set_default_shards
 from lm_trainer.run.config.recorded_keys import replace_old_spelling
+from lm_trainer.run.config.refused_keys import ABSENT_TRAINER_ATTRIBUTES
 from lm_trainer.run.config.result_parts import select_model_axis_rules, select_numeric_settings
 from lm_trainer.run.config.run_id import explain_invalid_run_id
 from lm_trainer.run.config.step_plan import StepPlan
@@ -69,17 +70,7 @@ class TrainerConfig(Config):
         "determinism": {"layerwise": ("gather", "layer")}
     }
 
-    absent: ClassVar[Mapping[str, str]] = {
-        "TrainBatch": "axes have no objects; use batch_schedule.at(step)",
-        "EvalBatch": "axes have no objects; use eval_batch_size",
-        "batch_axis_at_step": "axes have no objects; use batch_schedule.at(step)",
-        "initialize": "use `with Trainer(config, optimizer, loss) as trainer:`, which does it",
-        "use_device_mesh": "shardings name their mesh; use jax.set_mesh(config.device_mesh) for code of yours",
-        "num_slices": "it is not asked for; copies of the state over slices: use replica_dcn_axis_size",
-        "num_devices_per_slice": "for each copy over slices use device_mesh.size // replica_dcn_axis_size",
-        "data_ici_axis_size": "there is one data axis, inside and across slices; use device_mesh.shape['data']",
-        "data_dcn_axis_size": "there is one data axis, inside and across slices; use device_mesh.shape['data']",
-    }
+    absent: ClassVar[Mapping[str, str]] = ABSENT_TRAINER_ATTRIBUTES
 
     seed: AffectsResults[Seed] = 0
     """Seed of the initial weights, the data order and dropout."""
@@ -228,6 +219,10 @@ class TrainerConfig(Config):
     jax_compilation_cache_dir: Operational[Annotated[str, PathType(schemes=COMPILATION_CACHES)] | None] = None
     """Directory of the persistent compilation cache, which may be a gs:// or s3:// URL with the package gcsfs or s3fs.
     The default is JAX_COMPILATION_CACHE_DIR, otherwise the user's cache directory."""
+    keep_programs: Operational[bool | None] = None
+    """Keep the compiled programs of the run in RUN_DIR/programs, and load them at its next start and in its other
+    processes. null means true on GPUs and TPUs, whose compilers may not choose the same kernels a second time, and
+    false on CPUs, where programs for several devices are compiled at every start in any case."""
     distributed: Operational[DistributedConfig] = DistributedConfig()
     ray: Operational[RayConfig] = RayConfig()
     require_accelerator: Operational[bool | None] = None

@@ -63,7 +63,8 @@ class BranchPoint:
         notes = [f"branch of {self.parent} at step {self.step}, {changed}"]
         if self.fresh_optimizer:
             notes.append(f"the state of the optimizer begins anew at step {self.step}, because it is another optimizer")
-        if self.other_data:
+        # Without some documents, all rows are the same.
+        if self.other_data and not all(line.startswith("data.without") for line in self.differences):
             notes.append(
                 f"the data or their order change from step {self.step} on; rows that were read before may come again"
             )

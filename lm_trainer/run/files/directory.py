@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -47,6 +47,9 @@ from lm_trainer.run.files.records import (
 )
 
 logger = logging.getLogger(__name__)
+
+PROGRAMS = "programs"
+"""Name of the directory with the compiled programs of a run, in its run directory."""
 
 _EFFECTS = {
     RUN: "the configuration cannot be compared with that of the steps that are there",
@@ -306,14 +309,14 @@ class RunDirectory:
         self.branch = BranchPoint.from_record(shared, self.path / RUN)
         self.config = config_with_recorded_keys(self.config, shared.get("identity", {}))
 
-    def record_attempt(self, trainer: TrainerConfig, *, step: int, rows: int, program: str) -> list[str]:
+    def record_attempt(self, trainer: TrainerConfig, *, step: int, rows: int, program: Mapping[str, str]) -> list[str]:
         """Records the environment of this attempt in env.json, and a changed configuration in run.json.
 
         Args:
             trainer: trainer section of the configuration.
             step: number of completed steps.
             rows: number of rows of a microbatch.
-            program: hash of the compiled program for a microbatch.
+            program: hashes of the compiled program for a microbatch, by their keys in env.json.
 
         Returns:
             Notes for the user about differences from the previous attempt, or about the first attempt. The list is
@@ -322,7 +325,7 @@ class RunDirectory:
         if not is_lead():
             return []
         file, attempts = self.path / ENVIRONMENT, read_attempts(self.path)
-        attempt = {**describe_environment(), "step": step, "rows": rows, "program": program, "chain": self.chain}
+        attempt = {**describe_environment(), "step": step, "rows": rows, **program, "chain": self.chain}
         resumed = step and attempts
         remarks = (
             continued_attempt_notes(attempts[-1], attempt, file) if resumed else first_attempt_notes(attempt, trainer)

@@ -24,6 +24,11 @@ _METADATA = ("METADATA", "PKG-INFO", "")
 _HEADER = re.compile(r"^(Name|Version): *(\S+) *$", re.MULTILINE)
 
 
+PROGRAM, GRAPH = "program", "graph"
+"""Keys of the hashes of a compiled program in env.json: of its text, and of the graph of its operations. Runs that were
+recorded by older versions only have the first."""
+
+
 def describe_environment() -> dict[str, Any]:
     """Describes the environment, to reproduce the run. Omits the host name, the user and the environment variables."""
     import jax
@@ -131,7 +136,7 @@ def continued_attempt_notes(previous: Mapping[str, Any], new: Mapping[str, Any],
     if changed := environment_differences(previous, new):
         notes.append(f"the attempt before ran on something else: {', '.join(changed)}")
     warnings = []
-    if previous.get("rows") == new["rows"] and previous.get("program") != new["program"]:
+    if previous.get("rows") == new["rows"] and not is_same_program(previous, new):
         warnings.append(f"ran the program {previous.get('program')}")
     threads = new.get("cpu_threads")
     if _differs(previous, new, "cpu_threads"):
@@ -144,6 +149,11 @@ def continued_attempt_notes(previous: Mapping[str, Any], new: Mapping[str, Any],
             f"uninterrupted run (see what changed in {file})"
         )
     return notes
+
+
+def is_same_program(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Returns true if two entries of env.json have the same compiled program, possibly printed in different ways."""
+    return a.get(PROGRAM) == b.get(PROGRAM) or (GRAPH in a and a[GRAPH] == b.get(GRAPH))
 
 
 def environment_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -69,11 +69,19 @@ def recorded_identity(run: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
 def parse_attempts(file: object, content: bytes | None) -> list[dict[str, Any]]:
     """Parses the content of env.json. Returns an empty list for None, and raises `MachineError` if it is damaged."""
     entries = [] if content is None else _parse_json(file, content)
-    if not isinstance(entries, list) or not all(
-        isinstance(x, dict) and isinstance(x.get("step"), int) for x in entries
-    ):
+    if not isinstance(entries, list) or not all(map(_is_attempt, entries)):
         raise _damaged_record_error(file, "it holds no list of attempts")
     return entries
+
+
+def _is_attempt(entry: object) -> bool:
+    """Returns True for an entry of env.json whose values have the types that readers rely on."""
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("step"), int)
+        and isinstance(entry.get("packages", {}), dict)
+        and isinstance(entry.get("devices", []), list)
+    )
 
 
 def read_identity_from_copy(checkpoints: StoragePath) -> dict[str, Any] | None:

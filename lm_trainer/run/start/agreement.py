@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -86,14 +86,18 @@ def check_data_agreement(fingerprint: Fingerprint) -> list[str]:
     ]
 
 
-def check_program_agreement(program: str) -> list[str]:
+def check_program_agreement(program: str, compute_graph_hash: Callable[[], str]) -> list[str]:
     """Compares the hash of a compiled program among all processes. All of them must call this function.
+
+    Args:
+        program: hash of the text of the program.
+        compute_graph_hash: computes the hash of the graph of the program, which is compared if the texts differ.
 
     Returns:
         A warning if the hashes differ; otherwise an empty list.
     """
     programs = gather_texts(program)
-    if len({*programs}) == 1:
+    if len({*programs}) == 1 or len({*gather_texts(compute_graph_hash())}) == 1:
         return []
     return [
         f"warning: the processes run different programs ({_list_processes_by_value(programs)}), so bits may depend on "

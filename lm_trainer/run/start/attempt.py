@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,11 @@ from lm_trainer.core.runtime import configure_jax
 from lm_trainer.health.peer_failure import join_processes
 from lm_trainer.health.signals import SaveRequests, StopRequest
 from lm_trainer.health.watchdog import Watchdog
+from lm_trainer.parallel.kept_programs import keep_programs
 from lm_trainer.run.build.setup import TrainingSetup, check_devices
 from lm_trainer.run.build.startup_notes import configuration_warnings
 from lm_trainer.run.config.trainer_config import TrainerConfig
-from lm_trainer.run.files.directory import RunDirectory
+from lm_trainer.run.files.directory import PROGRAMS, RunDirectory
 from lm_trainer.run.files.failed_start import RemoveFailedStart
 from lm_trainer.run.start.agreement import check_agreement, check_data_agreement
 from lm_trainer.run.weights.initial_weights import StartRequest, load_initial_state
@@ -40,6 +41,8 @@ class Attempt:
     save_requests: SaveRequests
     watchdog: Watchdog
     progress: Progress
+    process_names: Sequence[str]
+    """Names of the processes of the run; empty for a single process."""
     started: float
     """Start time of the attempt, in seconds of `time.perf_counter`."""
 
@@ -131,10 +134,20 @@ def open_attempt(
             # The notes are also shown if an error is raised after records were restored.
             for note in directory.notes:
                 progress.note(note)
+        if keeps_programs(config):
+            stack.enter_context(keep_programs(directory.path / PROGRAMS, progress.note))
         # The store is closed before the directory, so that the lock is held until the last save is complete.
         checkpointer = CheckpointStore(directory.checkpoints, config.checkpointer, directory)
         store = stack.enter_context(closing(checkpointer))
         watchdog = stack.enter_context(Watchdog(config.watchdog, directory.path))
         # A failure is reported first, because closing the other resources would wait for the other processes.
         stack.push(failure_detector.report)
-        yield Attempt(config, directory, store, stop, save_requests, watchdog, progress, started)
+        names = failure_detector.process_names
+        yield Attempt(config, directory, store, stop, save_requests, watchdog, progress, names, started)
+
+
+def keeps_programs(config: TrainerConfig) -> bool:
+    """Returns true if the run keeps its compiled programs."""
+    # CPU programs do not depend on timing, and JAX's compilation cache already saves most of the time.
+    by_default = jax.default_backend() != "cpu"
+    return by_default if config.keep_programs is None else config.keep_programs

@@ -10,6 +10,7 @@ from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.artifacts import Artifacts
 from lm_trainer.run.files.directory import RunDirectory
+from lm_trainer.run.files.environment import GRAPH, PROGRAM
 from lm_trainer.run.start.agreement import check_program_agreement
 from lm_trainer.step.dispatch.executable import Executable, Executables
 from lm_trainer.step.state.train_state import TrainState
@@ -62,7 +63,7 @@ class Compilation:
         fingerprint = executable.fingerprint()
         self._progress.note(f"compiled in {time.monotonic() - started:.1f} s, program {fingerprint}")
         if self._config.bitwise:
-            for note in check_program_agreement(fingerprint):
+            for note in check_program_agreement(fingerprint, executable.graph_hash):
                 self._progress.note(note)
         if not self._recorded:
             self._record_program(executable, step, fingerprint)
@@ -77,7 +78,8 @@ class Compilation:
         if self._config.log_xla_hlo:
             self._artifacts.write("train_step.hlo.txt", executable.hlo(), type="program")
         rows = self._program.step.plans.at(step).rows
-        for note in self._directory.record_attempt(self._config, step=step, rows=rows, program=fingerprint):
+        program = {PROGRAM: fingerprint, GRAPH: executable.graph_hash()}
+        for note in self._directory.record_attempt(self._config, step=step, rows=rows, program=program):
             self._progress.note(note)
         for name, kind in (("config.yaml", "config"), ("env.json", "environment")):
             self._artifacts.log(name, self._directory.path / name, type=kind)

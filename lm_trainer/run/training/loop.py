@@ -55,7 +55,9 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
 
         # The processes agree before saving, because if only one process stopped, the others would wait for it.
         overdue = run.records and run.checkpoints.is_overdue()
-        requests = run.save_requests.agree_on_requests(bool(run.stop.requested), overdue=overdue)
+        own_time = run.stragglers.to_send()
+        requests = run.save_requests.agree_on_requests(bool(run.stop.requested), overdue=overdue, seconds=own_time)
+        run.stragglers.receive(state.step, run.save_requests.seconds)
         last = state.step == run.num_train_steps
         if requests.stop:
             run.checkpoints.start_grace_period()
@@ -90,8 +92,13 @@ def take_step(run: LoopParts, state: TrainState, batch: Batch, *, loading: float
     run.bad_batches.keep(step + 1, batch)
     # Norms are computed by separate programs, so logging them does not change the bits of the step.
     observer = run.norms if run.norms.due(step + 1) else None
+    timer = run.stragglers.timer
+    if timer is not None:
+        timer.begin()
     with run.profiler.annotate(step + 1):
         state, metrics = program.take_step(state, batch, observer, run.hardware.check_for(step + 1))
+    if timer is not None:
+        timer.end(metrics["loss"])
     rows, seq_len = program.plan.batch_schedule, batch.tokens.shape[1]
     return StepInfo(
         state,

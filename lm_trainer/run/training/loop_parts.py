@@ -13,6 +13,7 @@ import jax
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.health.alerts.sender import Alerts
 from lm_trainer.health.signals import SaveRequests, StopRequest
+from lm_trainer.health.stragglers import Stragglers
 from lm_trainer.health.watchdog import Watchdog
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.profile.goodput import Goodput
@@ -60,6 +61,7 @@ class LoopParts:
     build_watch: BuildWatch | None
     tasks: TaskEvaluation | None
     hardware: HardwareChecks
+    stragglers: Stragglers
     hooks: Hooks
     """Hooks that the user has added."""
     checkpoints: Checkpoints
@@ -94,6 +96,8 @@ class LoopOptions:
     eval_sets: EvalSets = field(default_factory=list)
     records: bool = True
     """True if metrics are logged and checkpoints saved."""
+    until: int | None = None
+    """Step after which the loop ends; None means `trainer.num_train_steps`."""
 
 
 @dataclass(frozen=True)
@@ -134,13 +138,16 @@ def open_loop(attempt: Attempt, setup: TrainingSetup, state: TrainState, options
         meter = _build_meter(config, setup, options, goodput)
         alerts = stack.enter_context(closing(Alerts(config.alerts, directory.path, tracker, progress, sends=is_lead())))
         watchdog.on_stall = alerts.handle_stall
+        stragglers = stack.enter_context(closing(Stragglers(config.alerts.straggler, alerts, attempt.process_names)))
+        setup.step.marker = None if stragglers.timer is None else stragglers.timer.mark
+        measure_memory = memory_meter()
         logger = MetricLogger(
             config,
             tracker,
             progress,
             meter,
             norms,
-            memory_meter(),
+            lambda: {**measure_memory(), **stragglers.metrics()},
             bad_batches=bad_batches,
             alerts=alerts,
             chain=directory.chain,
@@ -156,7 +163,7 @@ def open_loop(attempt: Attempt, setup: TrainingSetup, state: TrainState, options
         tokens = None if options.open_tokens is None else partial(options.open_tokens, tracker)
         evaluations = Evaluations(options.eval_sets, config, setup, metrics, data_wait, watchdog, progress, tokens)
         parts = LoopParts(
-            num_train_steps=config.num_train_steps,
+            num_train_steps=options.until or config.num_train_steps,
             setup=setup,
             compilation=Compilation(config, setup, directory, artifacts, watchdog, progress),
             metrics=metrics,
@@ -167,6 +174,7 @@ def open_loop(attempt: Attempt, setup: TrainingSetup, state: TrainState, options
             build_watch=options.build_watch,
             tasks=options.tasks,
             hardware=HardwareChecks(config, directory, alerts),
+            stragglers=stragglers,
             hooks=options.hooks,
             checkpoints=checkpoints,
             bad_batches=bad_batches,

@@ -18,7 +18,7 @@ from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.branch import BranchPoint
 from lm_trainer.run.files.find_run import find_checkpoints
-from lm_trainer.run.weights.adapters import load_merged_model
+from lm_trainer.run.weights.adapters import load_merged_model, with_own_loads
 from lm_trainer.run.weights.saved_model import AVERAGED, PARAMS, read_vocabulary
 from lm_trainer.run.weights.saved_state import OPT_STATE, Fingerprint, abstract_checkpoint, restore_state
 from lm_trainer.step.state.train_state import TrainState
@@ -140,8 +140,9 @@ def initialize_from(request: StartRequest) -> Start | None:
     if path is None:
         return None
     setup = request.setup
-    weights = {name: np.asarray(x) for name, x in named_leaves(load_merged_model(path).params).items()}
     shapes = setup.model.shapes
+    weights = {name: np.asarray(x) for name, x in named_leaves(load_merged_model(path).params).items()}
+    weights = with_own_loads(weights, shapes)
     if request.trainer.allow_partial_checkpoint and (missing := set(shapes) - set(weights)):
         _log_missing(path, missing)
         state = request.init()

@@ -19,7 +19,7 @@ from jax.sharding import SingleDeviceSharding
 from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, list_steps, read_record, read_step
 from lm_trainer.core.bucket import StoragePath
-from lm_trainer.core.bucket_files import local_copy
+from lm_trainer.core.bucket_files import local_copy, staging_directory
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import local_path, write_atomically
 from lm_trainer.core.tree import named_leaves, nest_named_leaves
@@ -192,6 +192,16 @@ def read_published_settings(directory: StoragePath) -> HfSettings | None:
     """
     copy = local_copy(directory, SETTINGS) / SETTINGS
     return HfSettings.read(copy) if copy.is_dir() else None
+
+
+def copy_model_files(source: StoragePath, target: StoragePath) -> None:
+    """Copies the tokenizer and the settings of a published model that are next to the checkpoints of another run."""
+    for name in (TOKENIZER, SETTINGS):
+        files = local_copy(source, name) / name
+        if files.is_dir():
+            with staging_directory(target) as directory:
+                # Links stay links, which readers of these files refuse if they lead elsewhere.
+                shutil.copytree(files, directory / name, symlinks=True, dirs_exist_ok=True)
 
 
 def _recorded_shapes(record: Mapping[str, Any], prefix: str) -> dict[str, jax.ShapeDtypeStruct]:

@@ -62,10 +62,11 @@ def _checksums(sums: Sums) -> jax.Array:
     A checksum is the sum over i of bits(x_i) * (2 i + 1), modulo 2^32. Every factor is odd, so a single flipped bit
     always changes it. Integer sums are exact in any order, so it does not depend on the sharding inside a group.
     """
-    return jnp.stack([_checksum(x) for x in jax.tree.leaves(sums)])
+    return jnp.stack([checksum(x) for x in jax.tree.leaves(sums)])
 
 
-def _checksum(x: jax.Array) -> jax.Array:
+def checksum(x: jax.Array) -> jax.Array:
+    """Returns a checksum of the bits of an array [S, ...] for each batch shard, as uint32 [S]; see `_checksums`."""
     bits_S = jax.lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize]).astype(jnp.uint32)
     index = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape[1:], start=1):

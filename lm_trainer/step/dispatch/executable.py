@@ -14,6 +14,7 @@ import jax
 from lm_trainer.core.jax_types import Device, PyTree
 from lm_trainer.parallel.compile_per_device import compile_on_each
 from lm_trainer.parallel.target_platform import target_platform
+from lm_trainer.profile.program_graph import output_hashes
 from lm_trainer.step.dispatch.repeatable import compile_repeatable
 
 _DIGITS = 16
@@ -68,6 +69,14 @@ class Executable:
         """Returns a hash of the optimised program without source locations."""
         return program_hash(self.compiled)
 
+    def graph_hash(self) -> str:
+        """Returns a hash of how the program computes its results.
+
+        Unlike the hash of its text, it does not depend on the schedule, or on the order in which fields are printed,
+        which varies on GPUs. Programs with equal hashes give equal bits.
+        """
+        return _hash_lines(output_hashes(self.hlo()))
+
     def jaxpr(self) -> str:
         """Returns the traced program as printed by JAX."""
         return str(self.traced.jaxpr)
@@ -95,8 +104,11 @@ class Executables:
 
     def fingerprint(self) -> str:
         """Returns a hash of all programs."""
-        lines = [f"{name} {executable.fingerprint()}" for name, executable in self.by_name.items()]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:_DIGITS]
+        return _hash_lines([f"{name} {executable.fingerprint()}" for name, executable in self.by_name.items()])
+
+    def graph_hash(self) -> str:
+        """Returns a hash of how all programs compute their results; see `Executable.graph_hash`."""
+        return _hash_lines([f"{name} {executable.graph_hash()}" for name, executable in self.by_name.items()])
 
     def jaxpr(self) -> str:
         """Returns the traced programs as printed by JAX."""
@@ -140,9 +152,14 @@ def compile_for_each(
 
     programs = compile_on_each(compile_set, device_sets, by_all_processes=by_all_processes)
     executables = [Executable(traced[0], program) for program in programs]
-    if len({executable.fingerprint() for executable in executables}) > 1:
+    hashes = (Executable.fingerprint, Executable.graph_hash)
+    if all(len({*map(compute_hash, executables)}) > 1 for compute_hash in hashes):
         logger.warning("the devices run different programs for %s: bits may depend on their number", name)
     return executables
+
+
+def _hash_lines(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:_DIGITS]
 
 
 def program_hash(compiled: jax.stages.Compiled) -> str:

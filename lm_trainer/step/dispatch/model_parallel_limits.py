@@ -87,9 +87,15 @@ def check_model(spec: DecoderSpec | None, sizes: Mapping[str, int]) -> None:
             "microbatches; set it to 1, and expert_axis_size instead"
         )
     stages, layers = sizes["pipeline"], len(spec.blocks)
-    if layers % (spec.period * stages):
-        pattern = f", which repeat every {spec.period} layers," if spec.period > 1 else ""
+    if spec.prefix:
+        raise UserError(
+            f"pipeline_axis_size cannot cut this model into equal stages, because its first layers differ from the "
+            f"others ({spec.prefix} of {layers}); set it to 1"
+        )
+    period = spec.sections[0].period
+    if layers % (period * stages):
+        pattern = f", which repeat every {period} layers," if period > 1 else ""
         raise UserError(
             f"{layers} layers{pattern} cannot be cut into pipeline_axis_size={stages} equal stages; choose a "
-            f"divisor of {layers // spec.period}"
+            f"divisor of {layers // period}"
         )

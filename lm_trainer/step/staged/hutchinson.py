@@ -81,11 +81,8 @@ class Hutchinson:
         ) -> tuple[StreamPair | None, Sums]:
             run = stage.gradient
             assert run is not None
-            pair, d_pair, signs = (
-                stream or _NONE,
-                d_stream or _NONE,
-                self._draw_signs(stage, params, step, index, number),
-            )
+            pair, d_pair = stream or _NONE, d_stream or _NONE
+            signs = self._draw_signs(stage, params, step, index, number)
 
             def function(params: Params, stream: Stream | None, d_stream: Stream | None) -> tuple[PyTree, Params]:
                 d_input, sums = run(params, stream, handed_on, batch, number, d_stream, step, index)
@@ -108,7 +105,7 @@ class Hutchinson:
         keys = dict(zip(shapes, sign_keys(key, len(shapes)), strict=True))
         if number is None or stage.layers is None:
             return {name: jax.random.rademacher(keys[name], x.shape, x.dtype) for name, x in params.items()}
-        row = number // stage.layers.step
+        row = stage.row_of(number)
         return {name: rademacher_row(keys[name], shapes[name].shape, row, x.dtype) for name, x in params.items()}
 
 

@@ -25,8 +25,7 @@ class LoggedStack(NamedTuple):
     embed: Shapes
     """Values logged before the first layer."""
     layers: Sequence[Shapes]
-    """Values logged by each kind of layer."""
-    num_layers: int
+    """Values logged by each layer."""
 
 
 class _Starts(NamedTuple):
@@ -53,10 +52,10 @@ class LoggedStages:
             entry for stack in stacks for shapes in (stack.embed, *stack.layers) for entry in shapes
         )
         counts, starts = dict.fromkeys(entries, 0), []
-        for embed, layers, num_layers in stacks:
+        for embed, layers in stacks:
             embed_starts, layer_starts = dict[Entry, int](), dict[Entry, np.ndarray]()
             for entry in entries:
-                times = [_num_values(layers[layer % len(layers)], entry) for layer in range(num_layers)]
+                times = [_num_values(shapes, entry) for shapes in layers]
                 sizes = [counts[entry], _num_values(embed, entry), *times]
                 first, *begins, counts[entry] = np.cumsum(sizes).tolist()
                 embed_starts[entry], layer_starts[entry] = first, np.array(begins, np.int32)

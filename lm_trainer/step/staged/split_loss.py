@@ -17,6 +17,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.jax_types import PyTree
+from lm_trainer.nn.layer_sections import slot_of_each_layer
 from lm_trainer.nn.stages import LossSums, MemoryStack, StagedLoss, Stream
 from lm_trainer.parallel.collectives import device_key
 from lm_trainer.step.loss.gradient import Sums, validate_loss
@@ -87,8 +88,7 @@ class SplitLoss:
         shared = self.loss.memory is not None and stack is self.loss
         embed = self._make_embed(index, logged)
         yield StageFunctions(f"{prefix}enter", reads.embed, _without_residuals(embed), self._make_gradient(embed))
-        for kind, names in enumerate(reads.layers):
-            layers = range(kind, stack.num_layers, stack.period)
+        for kind, (names, layers) in enumerate(zip(reads.layers, stack.layers_by_kind, strict=True)):
             if saves and stack.saving_layer is not None:
                 saving = SavingLayer(self._make_layer(index, kind, stack.saving_layer, logged), self.trainable)
                 forward, gradient = saving.forward, saving.gradient
@@ -256,7 +256,8 @@ class SplitLoss:
                 )
                 for kind, names in enumerate(of_stack.layers)
             ]
-            stacks.append(LoggedStack(embed, layers, stack.num_layers))
+            kinds = [kind for kind, _ in slot_of_each_layer(stack.layers_by_kind)]
+            stacks.append(LoggedStack(embed, [layers[kind] for kind in kinds]))
         head = logged_shapes(self._make_head(), _shapes_with_dtypes(shapes, reads.head), stream, *arguments)
         if not head and not any(shapes for stack in stacks for shapes in (stack.embed, *stack.layers)):
             return None

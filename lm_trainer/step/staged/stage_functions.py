@@ -51,3 +51,10 @@ class StageFunctions:
     shares_input: bool = False
     """True if the input contains arrays that other stages read too, such as the output of an encoder. Programs must not
     reuse their memory, and `forward` returns None for them."""
+
+    def row_of(self, number: jax.Array) -> jax.Array:
+        """Returns the row of layer `number` in the stacked parameters, an int32 scalar."""
+        assert self.layers is not None
+        row = number // self.layers.step
+        skipped = self.layers.start // self.layers.step
+        return row - skipped if skipped else row

@@ -85,13 +85,15 @@ class _Programs:
     def _compile_with_exchanges(self, shares: Shares) -> dict[int, MicrobatchExecutable]:
         stages = self.stages
 
-        def compile_gradient(index: int, alone: PerGroupExecutable) -> MicrobatchExecutable:
-            below, above = stages.kinds[stages.layer_kind(index, -1)], stages.kinds[stages.layer_kind(index, 1)]
+        def compile_gradient(
+            index: int, alone: PerGroupExecutable, neighbours: tuple[int, ...]
+        ) -> MicrobatchExecutable:
+            below, above = (stages.kinds[neighbour] for neighbour in neighbours)
             overlap = Overlap([below.gather_exchange(), above.reduce_exchange(shares)], alone)
             return stages.compile_gradient(index, self._batch, overlap)
 
         # The first and the last layer have a neighbour that is not a layer.
-        return stages.compile_overlapped(self.gradients, compile_gradient, min_layers=3)
+        return stages.compile_overlapped(self.gradients, compile_gradient, stages.below_and_above)
 
     def programs_by_name(self) -> dict[str, MicrobatchExecutable]:
         """Returns all programs by name."""
@@ -245,7 +247,9 @@ class StagedSum:
         calls = [*reversed(stages.order)]
         exchanging = programs.programs_with_exchanges(group.shares)
         overlapped = {
-            n for n, call in enumerate(calls) if call.kind in exchanging and _is_between_layers(stages, calls, n)
+            n
+            for n, call in enumerate(calls)
+            if call.kind in exchanging and len(calls) - 1 - n in stages.below_and_above.positions
         }
         gathered: list[Params] | None = None
         unreduced: list[list[Sums]] = []
@@ -369,8 +373,3 @@ class StagedSum:
                 joined |= stage_grads
         # A parameter that no stage reads does not affect the loss.
         return {name: joined[name] if name in joined else self._zeros[name]() for name in self._zeros}
-
-
-def _is_between_layers(stages: Stages, calls: Sequence[StageCall], position: int) -> bool:
-    """Returns true if the calls before and after a call are layers."""
-    return all(stages.kinds[calls[neighbour].kind].layered for neighbour in (position - 1, position + 1))

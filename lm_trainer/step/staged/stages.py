@@ -22,6 +22,7 @@ from lm_trainer.step.dispatch.mesh_group import MeshWide, Role, Signature
 from lm_trainer.step.dispatch.microbatches import Microbatch, Microbatches, MicrobatchGroup
 from lm_trainer.step.dispatch.per_group import PerGroupExecutable
 from lm_trainer.step.dispatch.program import Program
+from lm_trainer.step.staged.neighbours import Neighbours, find_neighbours
 from lm_trainer.step.staged.stage import Stage, StageLabels
 from lm_trainer.step.staged.stage_functions import SCALAR, StageFunctions
 from lm_trainer.step.staged.stage_sharing import share_stage, stream_shardings, with_group_shardings
@@ -71,7 +72,7 @@ class Stages:
     """Stages of a loss, and the parameters that each of them reads.
 
     Args:
-        functions: functions of the stages, in order of execution; layers of several kinds alternate.
+        functions: functions of the stages in order of execution, one for each kind of layer.
         shapes: shapes of all parameters.
         trainable: names of the parameters that have a gradient.
         devices: devices that compute the stages.
@@ -100,10 +101,9 @@ class Stages:
         """Stage that computes the loss."""
         return self.kinds[-1]
 
-    # Cached, because scalars from the host would otherwise be transferred in every step.
     @cached_property
-    def order(self) -> list[StageCall]:
-        """The stages in order of execution."""
+    def _sequence(self) -> list[tuple[int, int, int | None]]:
+        """Kind of each stage in order of execution, its row in the stacked parameters, and the number of the layer."""
         calls: list[tuple[int, int, int | None]] = []
         for run in self._runs:
             if self.kinds[run[0]].layered:
@@ -112,7 +112,13 @@ class Stages:
                 calls += [(index, row, n) for n, index, row in numbered]
             else:
                 calls.append((run[0], 0, None))
-        groups = self.devices.groups
+        return calls
+
+    # Cached, because scalars from the host would otherwise be transferred in every step.
+    @cached_property
+    def order(self) -> list[StageCall]:
+        """The stages in order of execution."""
+        calls, groups = self._sequence, self.devices.groups
         rows = {row: replicate(np.int32(row), self.devices.sharding.mesh) for row in {row for _, row, _ in calls}}
         return [
             StageCall(index, rows[row], [None if n is None else group.put(np.int32(n)) for group in groups])
@@ -141,14 +147,23 @@ class Stages:
     def _run_of(self, index: int) -> list[int]:
         return next(run for run in self._runs if index in run)
 
-    def layer_kind(self, index: int, offset: int) -> int:
-        """Returns the position in `kinds` of the layer that is `offset` layers above a layer of kind `index`."""
-        run = self._run_of(index)
-        return run[(run.index(index) + offset) % len(run)]
-
     def is_differentiated(self, index: int) -> bool:
         """Returns true if a stage has a backward pass: if it, or a stage before it, has trained parameters."""
         return any(kind.trained for kind in self.kinds[: self._run_of(index)[-1] + 1])
+
+    @cached_property
+    def above(self) -> Neighbours:
+        """The layer above each layer, with which the layer overlaps its exchange in the forward pass."""
+        return self._find_neighbours(1)
+
+    @cached_property
+    def below_and_above(self) -> Neighbours:
+        """The layers below and above each layer, with which the layer overlaps its exchanges in the backward pass."""
+        return self._find_neighbours(-1, 1)
+
+    def _find_neighbours(self, *offsets: int) -> Neighbours:
+        order = [kind for kind, _, _ in self._sequence]
+        return find_neighbours(order, [self.kinds[kind].layered for kind in order], *offsets)
 
     def compile_forward(self, index: int, batch: Batch, overlap: Overlap | None = None) -> MicrobatchExecutable:
         """Compiles the forward pass of one kind of stage: `(params, stream, rows, number, step, index)`.
@@ -186,27 +201,26 @@ class Stages:
     def compile_overlapped(
         self,
         programs: Sequence[MicrobatchExecutable | None],
-        compile_with: Callable[[int, PerGroupExecutable], MicrobatchExecutable],
-        *,
-        min_layers: int,
+        compile_with: Callable[[int, PerGroupExecutable, tuple[int, ...]], MicrobatchExecutable],
+        neighbours: Neighbours,
     ) -> dict[int, MicrobatchExecutable]:
         """Compiles programs of layers that also exchange arrays, except for layers whose results would differ.
 
         Args:
             programs: the same programs without exchanges, by position in `kinds`.
-            compile_with: compiles a program with its exchanges, given its position and the computation without
-                exchanges.
-            min_layers: minimum number of layers at which the exchanges have neighbouring layers.
+            compile_with: compiles a program with its exchanges, given its position, the computation without exchanges,
+                and the positions of its neighbours.
+            neighbours: layers with which each layer exchanges arrays.
 
         Returns:
             Position in `kinds` -> program; empty if each device has a separate program.
         """
         compiled = dict[int, MicrobatchExecutable]()
-        for index, program in enumerate(programs):
-            num_layers = sum(len(self.kinds[kind].functions.layers or ()) for kind in self._run_of(index))
-            if isinstance(program, MeshExecutable) and num_layers >= min_layers:
+        for index, kinds in sorted(neighbours.kinds.items()):
+            program = programs[index]
+            if isinstance(program, MeshExecutable):
                 try:
-                    compiled[index] = compile_with(index, program.alone)
+                    compiled[index] = compile_with(index, program.alone, kinds)
                 except ProgramsDiffer as error:
                     logger.warning("%s: compiled differently, so the layer runs without them", error)
         return compiled
@@ -356,11 +370,11 @@ class StagedForward:
         """Compiles the programs for microbatches like `batch`."""
         programs = [stages.compile_forward(index, batch) for index in range(len(stages.kinds) - 1)]
 
-        def compile_forward(index: int, alone: PerGroupExecutable) -> MicrobatchExecutable:
-            overlap = Overlap([stages.kinds[stages.layer_kind(index, 1)].gather_exchange()], alone)
-            return stages.compile_forward(index, batch, overlap)
+        def compile_forward(index: int, alone: PerGroupExecutable, neighbours: tuple[int, ...]) -> MicrobatchExecutable:
+            (above,) = (stages.kinds[neighbour] for neighbour in neighbours)
+            return stages.compile_forward(index, batch, Overlap([above.gather_exchange()], alone))
 
-        gathering = stages.compile_overlapped(programs, compile_forward, min_layers=2)
+        gathering = stages.compile_overlapped(programs, compile_forward, stages.above)
         return cls(stages, programs, gathering)
 
     def __call__(
@@ -376,9 +390,9 @@ class StagedForward:
         streams: Microbatches[PyTree] = group.microbatches.map(lambda _: None)
         queue, stages = Queue(), self.stages
         gathered: list[Params] | None = None
-        for call, following in pairwise(stages.order):
+        for position, (call, following) in enumerate(pairwise(stages.order)):
             gathered = stages.gather(ready, call) if gathered is None else gathered
-            overlaps = call.kind in self.gathering and stages.kinds[following.kind].layered
+            overlaps = call.kind in self.gathering and position in stages.above.positions
             results, gathered = self._run_stage(ready, group, call, streams, gathered, following if overlaps else None)
             if saved is not None and stages.is_differentiated(call.kind):
                 saved.append(streams.map(lambda stream, result: SavedForBackward(stream, result[1]), results))
@@ -415,7 +429,7 @@ class StagedForward:
 
 
 def _fill_shared(output: PyTree, stream: PyTree) -> PyTree:
-    """Returns the output of a stage, where None is replaced by the array of its input."""
+    """Returns the output of a stage, and the arrays of its input where the output has None."""
     return jax.tree.map(lambda new, old: old if new is None else new, output, stream, is_leaf=lambda x: x is None)
 
 
