@@ -38,9 +38,7 @@ def add_checksums_to_cached_programs() -> None:
     """
 
     def compress(executable: bytes) -> bytes:
-        if compilation_cache.zstd:  # Python 3.14 and newer
-            options = {compilation_cache.zstd.CompressionParameter.checksum_flag: 1}
-            return compilation_cache.zstd.compress(executable, options=options)
+        # All of zstd's packages, also Python 3.14's own, read such a file.
         return zstandard.ZstdCompressor(write_checksum=True).compress(executable)
 
     compilation_cache.compress_executable = compress

@@ -19,7 +19,7 @@ from lm_trainer.export.files import CONFIG, FILES, GENERATION
 from lm_trainer.export.generation_fields import describe_unsupported
 from lm_trainer.export.output import atomic_directory
 from lm_trainer.export.peft_files import AdaptedWeights, base_model_directory, is_adapter_directory
-from lm_trainer.export.settings import READ_QUANTIZATION, HfSettings
+from lm_trainer.export.settings import HfSettings, is_read_quantization
 from lm_trainer.export.weights import Weights, read_json, write_weights
 from lm_trainer.models import hf
 from lm_trainer.models.hf_section import allows_any_length
@@ -235,11 +235,9 @@ def _untie_distinct_head(config: DecoderConfig, vocab_size: int, directory: Path
 def _refuse_quantized(raw: Mapping[str, Any]) -> None:
     """Raises `UserError`, with the name of the method, for a config.json of weights in a format that is not read."""
     block = raw.get("quantization_config")
-    if not block:
+    if not block or is_read_quantization(block):
         return
     named = block.get("quant_method") if isinstance(block, Mapping) else None
-    if named in READ_QUANTIZATION:
-        return
     # Files written by early versions of bitsandbytes name no method.
     method = named or ("bitsandbytes" if {"load_in_4bit", "load_in_8bit"} & set(block) else "an unnamed method")
     raise UserError(

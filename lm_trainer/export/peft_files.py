@@ -1,7 +1,4 @@
-"""Reads a directory written by PEFT as a model: the adapter merged into its base.
-
-Shape letters: R rank, I inputs, O outputs.
-"""
+"""Reads a directory written by PEFT as a model: the adapter merged into its base."""
 
 from __future__ import annotations
 
@@ -9,22 +6,21 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.safe_names import path_inside
-from lm_trainer.export.tensor_file import StoredTensor, read_header
+from lm_trainer.export.peft_changes import Change, find_changes, is_head
+from lm_trainer.export.tensor_file import read_header
 from lm_trainer.export.weights import Weights, read_json
 from lm_trainer.models.hf import config_from_hf
 
 ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
-_A, _B = ".lora_A.weight", ".lora_B.weight"
 _COMPUTED = frozenset(
     {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"}
-    | {"fan_in_fan_out"}
+    | {"fan_in_fan_out", "target_parameters"}
 )
 """Settings of PEFT's LoraConfig that the product depends on. Ranks are taken from the shapes of the tensors, and
 `fan_in_fan_out` from the family."""
@@ -35,7 +31,7 @@ _WITHOUT_EFFECT = frozenset(
     | {"revision", "velora_config"}
     # Choice of the layers that have an adapter. The names of the tensors show which ones do.
     | {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
-    # Adapters of the embedding or the head are refused when their tensors are read.
+    # An adapter of an embedding that is the head too is compared with the adapter of the head.
     | {"ensure_weight_tying"}
     # Details of a setting in `_ONLY`; they have no effect without it.
     | {"eva_config", "corda_config", "loftq_config", "lora_ga_config", "qalora_group_size"}
@@ -47,7 +43,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "modules_to_save": (),
     "trainable_token_indices": (),
-    "target_parameters": (),
     "layer_replication": (),
     "lora_bias": (),
     "use_dora": (),
@@ -87,17 +82,6 @@ def base_model_directory(directory: Path) -> Path:
     )
 
 
-class _Adapter(NamedTuple):
-    """The adapter of a linear layer."""
-
-    module: str
-    """Name of the layer in PEFT."""
-    a: StoredTensor
-    """[R, I]."""
-    b: StoredTensor
-    """[O, R]."""
-
-
 class AdaptedWeights(Weights):
     """Tensors of the base model with the products of the adapter added to them, in float32; see `Weights`.
 
@@ -112,40 +96,32 @@ class AdaptedWeights(Weights):
         super().__init__(base)
         file = directory / ADAPTER_CONFIG
         self._config = _check_adapter_config(read_json(file), file)
-        self._has_inputs_first = _has_inputs_first(base, self._config)
+        self._by_inputs = _has_inputs_first(base, self._config)
         try:
             stored_tensors = read_header(path_inside(directory, _ADAPTER_WEIGHTS, directory))
         except FileNotFoundError:
             raise UserError(f"{directory}: no {_ADAPTER_WEIGHTS}") from None
-        # The names of a PEFT module and of the tensor that it adapts may have different prefixes.
-        pairs = _pair_matrices(stored_tensors, directory)
-        self._pairs = {
-            self._find_target_tensor(module, directory): _Adapter(module, *pair) for module, pair in pairs.items()
-        }
-        for name, (_, a, b) in self._pairs.items():
+        targets = self._config.get("target_parameters") or ()
+        self._changes = find_changes(stored_tensors, targets, self.stored, directory / _ADAPTER_WEIGHTS)
+        for name, change in self._changes.items():
             shape = self.stored[name].shape
-            outputs, inputs = shape[::-1] if self._has_inputs_first else shape
-            if len(a.shape) != 2 or a.shape != (a.shape[0], inputs) or b.shape != (outputs, a.shape[0]):
+            if not change.is_consistent() or change.shape(inputs_first=self._has_inputs_first(change)) != shape:
                 raise UserError(
-                    f"{directory / _ADAPTER_WEIGHTS}: {list(b.shape)} times {list(a.shape)} for {name}, which is "
-                    f"{list(shape)} in {base}: it is the adapter of another model"
+                    f"{directory / _ADAPTER_WEIGHTS}: {list(change.b.shape)} times {list(change.a.shape)} for {name}, "
+                    f"which is {list(shape)} in {base}: it is the adapter of another model"
                 )
 
     def __getitem__(self, name: str) -> np.ndarray:
         weight = super().__getitem__(name)
-        if name not in self._pairs:
+        if name not in self._changes:
             return weight
-        module, *stored = self._pairs[name]
-        a_RI, b_OR = (tensor.read().astype(np.float32) for tensor in stored)
-        change_OI = self._adapter_scale(module, len(a_RI)) * (b_OR @ a_RI)
-        return weight + (change_OI.T if self._has_inputs_first else change_OI)
+        change = self._changes[name]
+        scale = self._adapter_scale(change.module, change.rank)
+        return weight + change.values(scale, inputs_first=self._has_inputs_first(change))
 
-    def _find_target_tensor(self, name: str, directory: Path) -> str:
-        # Some base models are saved without the prefix that a model with a head has.
-        for candidate in (f"{name}.weight", f"{name.partition('.')[2]}.weight"):
-            if candidate in self.stored:
-                return candidate
-        raise UserError(f"{directory / _ADAPTER_WEIGHTS}: an adapter for {name}, which {self.directory} does not have")
+    def _has_inputs_first(self, change: Change) -> bool:
+        # The head is an ordinary linear layer in every family.
+        return self._by_inputs and not is_head(change.module)
 
     def _adapter_scale(self, module: str, rank: int) -> float:
         patterns = self._config.get("alpha_pattern") or {}
@@ -173,18 +149,3 @@ def _check_adapter_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
             note = "" if key in KNOWN_SETTINGS else ", and what it means is not known here"
             raise UserError(f"{file}: {key}: {value!r} is not read{note}; merge it with PEFT (`merge_and_unload`)")
     return config
-
-
-def _pair_matrices(
-    stored_tensors: dict[str, StoredTensor], directory: Path
-) -> dict[str, tuple[StoredTensor, StoredTensor]]:
-    """Returns the matrices A [R, I] and B [O, R] of each module."""
-    file = directory / _ADAPTER_WEIGHTS
-    modules = [name.removesuffix(_A) for name in stored_tensors if name.endswith(_A)]
-    paired_names = {f"{module}{end}" for module in modules for end in (_A, _B)}
-    if unpaired := sorted(stored_tensors.keys() ^ paired_names):
-        raise UserError(f"{file}: {unpaired[0]} is not half of a pair of matrices {_A} and {_B}; merge it with PEFT")
-    return {
-        module.removeprefix(_PREFIX): (stored_tensors[f"{module}{_A}"], stored_tensors[f"{module}{_B}"])
-        for module in modules
-    }

@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from lm_trainer.models.base import DecoderConfig
 
 
-READ_QUANTIZATION = frozenset({"mxfp4"})
-"""Methods of `quantization_config` whose weights are read. They are not written, so exports have no such field."""
-
-
 @dataclass(frozen=True)
 class HfSettings:
     """The settings of a published model, with all fields."""
@@ -157,8 +153,17 @@ class HfSettings:
 
 def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     block = config.get("quantization_config")
-    is_read = isinstance(block, Mapping) and block.get("quant_method") in READ_QUANTIZATION
-    return {key: value for key, value in config.items() if not (is_read and key == "quantization_config")}
+    return {key: x for key, x in config.items() if key != "quantization_config" or not is_read_quantization(block)}
+
+
+def is_read_quantization(block: object) -> bool:
+    """Returns True if a `quantization_config` describes weights that are read: in MXFP4, or in NF4 of bitsandbytes.
+
+    They are not written, so exports have no such field.
+    """
+    if not isinstance(block, Mapping):
+        return False
+    return block.get("quant_method") == "mxfp4" or block.get("bnb_4bit_quant_type") == "nf4"
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -17,7 +17,8 @@ import numpy as np
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.safe_names import path_inside
 from lm_trainer.export.mxfp4_tensor import Mxfp4Tensor, join_mxfp4
-from lm_trainer.export.tensor_file import CHECKSUMS, StoredTensor, compute_checksums, read_header
+from lm_trainer.export.nf4_files import Nf4Tensor, join_nf4
+from lm_trainer.export.tensor_file import CHECKSUMS, StoredTensor, compute_checksums, order_metadata, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -89,6 +90,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Any], *, dtype: np.dtype
         ordered = {name: np.asarray(x, dtype=dtype, order="C") for name, x in tensors.items()}
         # transformers refuses a file that does not name its framework.
         save_file(ordered, path, metadata={"format": "pt", CHECKSUMS: compute_checksums(ordered)})
+        order_metadata(path)
         # safetensors makes files readable only by their owner, regardless of the umask.
         path.chmod(mode & 0o777)
     except (SafetensorError, OSError) as error:
@@ -132,8 +134,8 @@ class Weights(Mapping[str, np.ndarray]):
     """Tensors of a directory by name. Each tensor is read from its file on demand.
 
     Floating-point tensors are converted to float32, which is exact for float16 and bfloat16; other dtypes are
-    unchanged. Pairs of tensors in MXFP4 are one tensor, with its values in float32. `dtypes` has the names of the
-    dtypes that occur (`F32`, `BF16`, ...).
+    unchanged. Pairs of tensors in MXFP4, and tensors that bitsandbytes has quantized to NF4, are one tensor, with its
+    values in float32. `dtypes` has the names of the dtypes that occur (`F32`, `BF16`, ...).
 
     Raises:
         UserError: when opened, for a directory without safetensors files, an index that refers to files outside it, or
@@ -150,7 +152,7 @@ class Weights(Mapping[str, np.ndarray]):
                     second_file, first_file = tensor.file.name, entries[name].file.name
                     raise UserError(f"{directory}: tensor {name!r} is both in {first_file} and in {second_file}")
                 entries[name] = tensor
-        self.stored: dict[str, StoredTensor | Mxfp4Tensor] = join_mxfp4(entries)
+        self.stored: dict[str, StoredTensor | Mxfp4Tensor | Nf4Tensor] = join_nf4(join_mxfp4(entries))
         """Header entries of the tensors; no data is read yet."""
         self.files = tuple(sorted(files))
         self.dtypes = frozenset(tensor.dtype for tensor in self.stored.values())

@@ -66,7 +66,7 @@ class _TransposedLinear(nnx.Module):
 
     def __init__(self, linear: Linear, dtype: DTypeLike):
         self.in_shape, self.out_shape = linear.in_shape, linear.out_shape
-        weight = np.asarray(linear.weight[...])
+        weight = np.asarray(linear.matrix())
         stacked = weight.shape[: weight.ndim - len(self.in_shape) - len(self.out_shape)]
         flat = weight.reshape(*stacked, math.prod(self.in_shape), math.prod(self.out_shape))
         self.weight_OI = nnx.Param(_to_contiguous(np.swapaxes(flat, -1, -2), dtype))

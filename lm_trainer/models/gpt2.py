@@ -19,7 +19,9 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _to_hf(config: "Gpt2Config") -> dict[str, Any]:
     if not config.use_bias:
         raise ValueError("its linear layers and LayerNorm have biases, but the model was made with use_bias: false")
-    return {"n_inner": None if config.mlp_scale == 4 else config.mlp_scale * config.hidden_dim}
+    inner = None if config.mlp_scale == 4 else config.mlp_scale * config.hidden_dim
+    # The context under its older name, which llama.cpp reads.
+    return {"n_inner": inner, "n_ctx": config.seq_len}
 
 
 _HF = HfFamily(

@@ -10,7 +10,7 @@ Shape letters: R rank, I inputs, O outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,8 @@ from lm_trainer.models.base import DecoderConfig
 from lm_trainer.models.hf import param_infos
 from lm_trainer.models.hf_param import ParamInfo, ParamSlice
 from lm_trainer.models.hf_table import FileTensor, HfFamily, HfTensor, file_name, file_tensors
+from lm_trainer.models.peft_weights import WeightAdapters, weight_adapters_to_peft, weight_names
+from lm_trainer.nn.lora import adapted_weight_name
 from lm_trainer.nn.lora_config import LoraConfig
 
 _WEIGHT = ".weight"
@@ -42,10 +44,14 @@ def module_names(model_config: DecoderConfig, vocab_size: int) -> dict[str, list
 
     Empty for a family that `transformers` does not have.
     """
-    names: dict[str, list[str]] = {}
-    for entry in _weight_matrices(model_config, vocab_size):
+    family = model_config.hf
+    if not isinstance(family, HfFamily):
+        return {}
+    entries = file_tensors(family, param_infos(model_config, vocab_size))
+    names: dict[str, list[str]] = weight_names(family, entries)
+    for entry in filter(_is_linear, entries):
         for part in entry.parts:
-            names.setdefault(part.path, []).append(_module_name(model_config, entry))
+            names.setdefault(part.path, []).append(_module_name(family, entry))
     return names
 
 
@@ -63,40 +69,48 @@ def adapter_to_peft(
         base: location of the frozen model, for users who load the adapter without naming a base model.
 
     Raises:
-        UserError: for a family that `transformers` does not have.
+        UserError: for a family that `transformers` does not have, and for a weight whose adapter the format lacks.
     """
-    modules, tensors = [], {}
-    for entry in _weight_matrices(model_config, vocab_size):
+    family = model_config.hf
+    if not isinstance(family, HfFamily):
+        raise UserError(f"a {model_config.type} model has no layers in `transformers` that could hold the adapter")
+    entries = file_tensors(family, param_infos(model_config, vocab_size))
+    modules, others = [], weight_adapters_to_peft(family, entries, params)
+    tensors = others.tensors
+    for entry in filter(_is_linear, entries):
         pairs = [_get_adapter(part, params) for part in entry.parts]
         if any(pair is not None for pair in pairs):
-            module = _make_module(model_config, entry, sum(pair is not None for pair in pairs))
+            module = _make_module(family, entry, sum(pair is not None for pair in pairs))
             modules.append(module)
             a_RI, b_OR = _join_adapters(entry, pairs)
             tensors[f"base_model.model.{module.name}.lora_A.weight"] = a_RI
             tensors[f"base_model.model.{module.name}.lora_B.weight"] = b_OR
-    if not modules:
-        raise UserError(f"a {model_config.type} model has no layers in `transformers` that could hold the adapter")
-    return _adapter_config(lora, modules, _num_layers(model_config, vocab_size), base), tensors
+    adapted, written = {adapted_weight_name(name) for name in params}, _written_weights(entries, others)
+    if missing := sorted(adapted - written):
+        raise UserError(
+            f"PEFT has no adapter of {missing[0]} of a {model_config.type} model; export the merged model with --merge"
+        )
+    return _adapter_config(lora, modules, others, _num_layers(model_config, vocab_size), base), tensors
 
 
-def _weight_matrices(model_config: DecoderConfig, vocab_size: int) -> list[FileTensor]:
-    """Lists the matrices of the layers."""
-    if not isinstance(model_config.hf, HfFamily):
-        return []
-    leaves = param_infos(model_config, vocab_size)
-    entries = file_tensors(model_config.hf, leaves)
-    # The names of embedding and head, which have no adapters, contain no layer placeholder.
-    return [entry for entry in entries if entry.name.endswith(_WEIGHT) and "{}." in entry.table.hf]
+def _written_weights(entries: Sequence[FileTensor], others: WeightAdapters) -> set[str]:
+    """Returns the names of the weights whose adapters are in the file, if they have one."""
+    return others.weights | {part.path for entry in entries if _is_linear(entry) for part in entry.parts}
 
 
-def _module_name(model_config: DecoderConfig, entry: FileTensor) -> str:
-    assert isinstance(model_config.hf, HfFamily)
-    return file_name(model_config.hf, entry.name).removesuffix(_WEIGHT)
+def _is_linear(entry: FileTensor) -> bool:
+    """Returns True for the matrix of a linear layer of the blocks."""
+    # The names of embedding and head contain no layer placeholder; experts are one array of all matrices.
+    return entry.name.endswith(_WEIGHT) and "{}." in entry.table.hf and entry.parts[0].path.endswith(_WEIGHT)
 
 
-def _make_module(model_config: DecoderConfig, entry: FileTensor, parts: int) -> _Module:
+def _module_name(family: HfFamily, entry: FileTensor) -> str:
+    return file_name(family, entry.name).removesuffix(_WEIGHT)
+
+
+def _make_module(family: HfFamily, entry: FileTensor, parts: int) -> _Module:
     in_layer = entry.table.hf.split("{}.", 1)[1].removesuffix(_WEIGHT)
-    return _Module(_module_name(model_config, entry), in_layer, parts, not entry.table.transposed)
+    return _Module(_module_name(family, entry), in_layer, parts, not entry.table.transposed)
 
 
 def _num_layers(model_config: DecoderConfig, vocab_size: int) -> int:
@@ -131,7 +145,9 @@ def _join_adapters(
     return np.ascontiguousarray(a_RI), FileTensor(entry.name, table, tuple(parts)).join(pieces)
 
 
-def _adapter_config(lora: LoraConfig, modules: list[_Module], layers: int, base: str) -> dict[str, Any]:
+def _adapter_config(
+    lora: LoraConfig, modules: list[_Module], others: WeightAdapters, layers: int, base: str
+) -> dict[str, Any]:
     by_suffix: dict[str, list[_Module]] = {}
     for module in modules:
         by_suffix.setdefault(module.in_layer, []).append(module)
@@ -140,7 +156,9 @@ def _adapter_config(lora: LoraConfig, modules: list[_Module], layers: int, base:
         # PEFT matches the end of a name, so a name shared by all layers is written once.
         uniform = len(in_layers) == layers and len({module.parts for module in in_layers}) == 1
         names |= {in_layer: in_layers[0].parts} if uniform else {module.name: module.parts for module in in_layers}
-    joined = {name: parts for name, parts in names.items() if parts > 1}
+    joined = {name: parts for name, parts in {**names, **others.parameters}.items() if parts > 1}
+    ties = {"ensure_weight_tying": True} if others.ties else {}
+    parameters = {"target_parameters": sorted(others.parameters)} if others.parameters else {}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -149,16 +167,18 @@ def _adapter_config(lora: LoraConfig, modules: list[_Module], layers: int, base:
         "lora_alpha": _compact_number(lora.alpha),
         "lora_dropout": lora.dropout,
         "use_rslora": lora.use_rslora,
-        "target_modules": sorted(names),
+        "target_modules": sorted([*names, *others.modules]),
         "rank_pattern": {name: parts * lora.rank for name, parts in joined.items()},
         "alpha_pattern": {
             name: _compact_number(lora.alpha * _alpha_factor(lora, parts)) for name, parts in joined.items()
         },
-        "fan_in_fan_out": modules[0].by_inputs,
+        "fan_in_fan_out": any(module.by_inputs for module in modules),
         "bias": "none",
         "inference_mode": True,
         "init_lora_weights": True,
         "modules_to_save": None,
+        **parameters,
+        **ties,
     }
 
 

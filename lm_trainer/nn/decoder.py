@@ -19,6 +19,7 @@ from lm_trainer.nn.attention_dispatch import uses_ring
 from lm_trainer.nn.cache import KvCache, SplitKvCache, init_cache
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import dropout
+from lm_trainer.nn.lora_weights import WeightLora
 from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.pipeline import run_stages
 from lm_trainer.nn.read import read
@@ -38,6 +39,7 @@ class Embedding(nnx.Module):
         learned = {"position": spec.num_positions, "embed": spec.hidden_dim}
         self.positions = init.normal(learned) if self.spec.learned_positions else None
         self.norm = make_norm(self.spec.norm, {"embed": spec.hidden_dim}, init=init)
+        self.tokens_lora: WeightLora | None = None
 
     @jax.named_scope("embedding")
     def __call__(self, tokens_BS: jax.Array, positions_BS: jax.Array) -> jax.Array:
@@ -51,7 +53,12 @@ class Embedding(nnx.Module):
 
     def lookup(self, tokens_BS: jax.Array) -> jax.Array:
         """Looks up rows of the token table without further operations; a token past the end of the table gives NaN."""
-        return jnp.take(read(self.tokens), tokens_BS, axis=0, mode="fill")
+        x_BSD = jnp.take(read(self.tokens), tokens_BS, axis=0, mode="fill")
+        return x_BSD if self.tokens_lora is None else x_BSD + self.tokens_lora.rows(tokens_BS)
+
+    def remove_adapter(self) -> None:
+        """Makes later calls look up rows of the table alone."""
+        self.tokens_lora = None
 
 
 HeadMatmulFn = Callable[[jax.Array, jax.Array], jax.Array]
@@ -63,6 +70,8 @@ def _head_matmul(h_MD: jax.Array, w_VD: jax.Array) -> jax.Array:
     return jnp.matmul(h_MD, w_VD.T, preferred_element_type=jnp.float32)
 
 
+_HEAD_KEY = 2
+"""Number that is folded into the key of a microbatch for the head."""
 HeadKey = jax.Array | tuple[jax.Array, jax.Array] | None
 
 
@@ -88,6 +97,7 @@ class Decoder(nnx.Module):
         self.final_norm = make_norm(spec.final_norm, {"embed": spec.hidden_dim}, init=init)
         head = {"vocab": spec.vocab_size, "embed": spec.hidden_dim}
         self.head = None if spec.head.tied else init.normal(head)
+        self.head_lora: WeightLora | None = None
         self.head_matmul: HeadMatmulFn = _head_matmul
         self.new_cache: Callable[[tuple[int, int, int, int, int], DTypeLike, int], Any] = KvCache.empty
 
@@ -173,7 +183,8 @@ class Decoder(nnx.Module):
         if key is None:
             return DropoutKeys()
         embed_key, blocks_key = jax.random.split(key)
-        return DropoutKeys(embed_key, blocks_key)
+        head_key = None if self._head_adapter is None else jax.random.fold_in(key, _HEAD_KEY)
+        return DropoutKeys(embed_key, blocks_key, head_key)
 
     def embed_input(
         self, tokens_BS: jax.Array, positions_BS: jax.Array, *, dtype: DTypeLike, key: jax.Array | None
@@ -185,12 +196,31 @@ class Decoder(nnx.Module):
 
     def head_input(self, x_BSD: jax.Array, tokens_BS: jax.Array, segments_BS: jax.Array, *, key: HeadKey) -> jax.Array:
         """Computes the inputs of the head from the stream after the last layer, with the final norm."""
-        del tokens_BS, segments_BS, key
-        return self.final_norm(x_BSD)
+        del tokens_BS, segments_BS
+        assert not isinstance(key, tuple)
+        return self.extend_head_input(self.final_norm(x_BSD), key)
+
+    @property
+    def _head_adapter(self) -> WeightLora | None:
+        """The adapter of the head; the one of the embedding if both are one table."""
+        return self.embed.tokens_lora if self.head is None else self.head_lora
+
+    def extend_head_input(self, h_BSD: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """Appends the inputs of the head's adapter, if there is one, as further columns."""
+        adapter = self._head_adapter
+        return h_BSD if adapter is None else adapter.extend_head(h_BSD, tied=self.head is None, key=key)
+
+    def remove_adapter(self) -> None:
+        """Makes later calls compute the result of the head alone."""
+        self.head_lora = None
 
     def head_weight(self) -> jax.Array:
-        """Returns the matrix w of the head, [V, D] in the parameter dtype; logits are the softcap of h w^T."""
-        return read(self.embed.tokens if self.head is None else self.head)
+        """Returns the matrix w of the head, [V, D] in the parameter dtype; logits are the softcap of h w^T.
+
+        With an adapter, the matrix has further columns, as the inputs of the head do.
+        """
+        w_VD, adapter = read(self.embed.tokens if self.head is None else self.head), self._head_adapter
+        return w_VD if adapter is None else adapter.extend_weight(w_VD, tied=self.head is None)
 
     def logits(self, h_BSD: jax.Array) -> jax.Array:
         """Computes logits, float32 [B, S, V], from the result of `hidden`; operands are in the dtype of `h_BSD`."""
@@ -239,4 +269,4 @@ class Decoder(nnx.Module):
         context = make_cache_context(self.spec.blocks, positions_BT, cache.capacity, counts_B)
         x_BTD, filled, _ = run_blocks(self.spec, self.blocks, x_BTD, context, cache=cache)
         assert filled is not None
-        return self.final_norm(x_BTD), filled
+        return self.extend_head_input(self.final_norm(x_BTD)), filled

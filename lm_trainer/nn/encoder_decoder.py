@@ -197,7 +197,7 @@ class EncoderDecoder(Decoder):
         context = context._replace(memory=cache.cross)
         x_BTD, filled, _ = run_blocks(self.spec, self.blocks, x_BTD, context, cache=self_cache)
         assert filled is not None
-        return self.final_norm(x_BTD), cache._replace(self_attention=filled)
+        return self.extend_head_input(self.final_norm(x_BTD)), cache._replace(self_attention=filled)
 
 
 _NO_FEATURES = (

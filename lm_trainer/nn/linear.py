@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from lm_trainer.core.broadcast import with_rank_of
 from lm_trainer.nn.init import Initializer
+from lm_trainer.nn.nf4 import Nf4Weight
 from lm_trainer.nn.read import read
 from lm_trainer.nn.spec import Activation
 
@@ -28,6 +29,15 @@ class Adapter(Protocol):
 
     def __call__(self, x_MI: jax.Array, key: jax.Array | None) -> jax.Array:
         """Returns [M, O] in the dtype of `x_MI`. The key is for dropout; None disables it."""
+        ...
+
+
+@runtime_checkable
+class Adaptable(Protocol):
+    """A module that may have adapters."""
+
+    def remove_adapter(self) -> None:
+        """Makes later calls compute without adapters."""
         ...
 
 
@@ -47,7 +57,7 @@ class Linear(nnx.Module):
         residual: bool = False,
     ):
         self.in_shape, self.out_shape = tuple(inputs.values()), tuple(outputs.values())
-        self.weight = init.normal({**inputs, **outputs}, residual=residual)
+        self.weight: nnx.Param | Nf4Weight = init.normal({**inputs, **outputs}, residual=residual)
         self.bias = init.constant(outputs, 0.0) if bias else None
         self.matmul: MatmulFn = jnp.matmul
         # The name of this attribute is part of the names of adapter parameters in checkpoints: `<module path>.lora.a`.
@@ -61,13 +71,20 @@ class Linear(nnx.Module):
         """Makes later calls add the result of the module `adapter` to their result."""
         self.lora = nnx.data(adapter)
 
+    def freeze_in_nf4(self) -> None:
+        """Replaces the weight by zero codes in 4 bits, for values that are loaded later."""
+        assert isinstance(self.weight, nnx.Param)
+        self.weight = Nf4Weight(self.weight, len(self.in_shape), len(self.out_shape))
+
     def remove_adapter(self) -> None:
         """Makes later calls compute the result of the linear map alone."""
         self.lora = None
 
-    def matrix(self, dtype: DTypeLike) -> jax.Array:
-        """Returns the weight, [*inputs, *outputs] in `dtype`."""
-        return read(self.weight, dtype)
+    def matrix(self, dtype: DTypeLike | None = None) -> jax.Array:
+        """Returns the weight, [*inputs, *outputs] in `dtype` (None: its own), with the leading dimensions of stacked
+        layers.
+        """
+        return self.weight.matrix(dtype) if isinstance(self.weight, Nf4Weight) else read(self.weight, dtype)
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """Maps [..., *inputs] to [..., *outputs] in the dtype of `x`, to which weight and bias are cast.
@@ -75,14 +92,21 @@ class Linear(nnx.Module):
         The key is for dropout in an adapter; None disables it.
         """
         leading_shape = x.shape[: x.ndim - len(self.in_shape)]
-        # A product of two matrices, because XLA:CPU computes the gradients of batched products far more slowly.
-        w_IO = read(self.weight, x.dtype).reshape(math.prod(self.in_shape), -1)
-        x_MI = x.reshape(-1, w_IO.shape[0])
-        y_MO = self.matmul(x_MI, w_IO)
+        x_MI, y_MO = self._multiply(x)
         if self.lora is not None:
             y_MO = y_MO + self.lora(x_MI, key)
         y = y_MO.reshape(*leading_shape, *self.out_shape)
         return y if self.bias is None else y + with_rank_of(read(self.bias, x.dtype), y)
+
+    def _multiply(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the rows of `x`, [M, I], and their products with the weight, [M, O]."""
+        # A product of two matrices, because XLA:CPU computes the gradients of batched products far more slowly.
+        if isinstance(self.weight, Nf4Weight):
+            x_MI = x.reshape(-1, math.prod(self.in_shape))
+            return x_MI, self.weight.product(x_MI, self.matmul)
+        w_IO = read(self.weight, x.dtype).reshape(math.prod(self.in_shape), -1)
+        x_MI = x.reshape(-1, w_IO.shape[0])
+        return x_MI, self.matmul(x_MI, w_IO)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

@@ -6,24 +6,20 @@ Shape letters: L layers, M rows, I inputs, O outputs, R rank.
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm_trainer.core.errors import UserError
 from lm_trainer.nn.init import LOGICAL_AXES
 from lm_trainer.nn.linear import Linear, dropout
 from lm_trainer.nn.lora_config import LoraConfig
+from lm_trainer.nn.lora_targets import ModuleNames, find_weights, select_targets
+from lm_trainer.nn.lora_weights import SUFFIX, WeightLora
 from lm_trainer.nn.read import read
-
-ModuleNames = Mapping[str, Sequence[str]]
-"""Maps a parameter name to the modules that hold the parameter under other names, one per layer."""
 
 _LORA = "lora"
 
@@ -32,10 +28,13 @@ class Lora(nnx.Module):
     """Adapter of one linear layer, stacked over layers as that layer is; its result is added to the layer's result."""
 
     def __init__(self, linear: Linear, config: LoraConfig, *, index: int, rngs: nnx.Rngs):
-        axes = linear.weight.get_metadata(LOGICAL_AXES)
+        # The base is quantized after its adapters are attached.
+        weight = linear.weight
+        assert isinstance(weight, nnx.Param)
+        axes = weight.get_metadata(LOGICAL_AXES)
         # The leading `layers` axis if the weight is stacked over layers; its adapter is then stacked too.
         lead = len(axes) - len(linear.in_shape) - len(linear.out_shape)
-        layers, inputs = linear.weight.shape[:lead], math.prod(linear.in_shape)
+        layers, inputs = weight.shape[:lead], math.prod(linear.in_shape)
         into, out = axes[: lead + len(linear.in_shape)], axes[lead + len(linear.in_shape) :]
         # The bound of torch's linear layers, which PEFT also uses for A: kaiming_uniform with a = sqrt(5).
         bound = 1.0 / math.sqrt(inputs)
@@ -57,96 +56,58 @@ class Lora(nnx.Module):
 
 
 def attach_lora(model: nnx.Module, config: LoraConfig, aliases: ModuleNames, *, rngs: nnx.Rngs) -> None:
-    """Adds adapters to the linear layers selected by `config`.
+    """Adds adapters to the linear layers, the embedding, the head and the experts that are selected by `config`.
 
     Raises:
-        UserError: if a pattern matches no linear layer of the blocks, only some of the layers of a kind, or experts.
+        UserError: if a pattern matches nothing that can be adapted, or only some of the layers of a kind, or dropout is
+            set for a weight whose adapter has none.
     """
-    linears = {_join_path(path): node for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
+    linears = {".".join(map(str, path)): node for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
     linears = {name: linear for name, linear in linears.items() if name.startswith("blocks.")}
-    selected = _select_layers(config, list(linears), _find_expert_params(model), aliases)
+    weights = find_weights(model)
+    selected = select_targets(config, list(linears), weights, aliases)
     # Numbers all linear layers, so that the dropout of an adapter does not depend on the other selected layers.
     for number, (name, linear) in enumerate(linears.items()):
         if name in selected:
             linear.set_adapter(Lora(linear, config, index=number, rngs=rngs))
+    for name, weight in weights.items():
+        if name in selected:
+            kind = {"outputs_first": name == "head", "of_tokens": name == "embed.tokens"}
+            adapter = WeightLora(weight.param, config, **kind, rngs=rngs)
+            setattr(weight.module, name.rpartition(".")[2] + SUFFIX, nnx.data(adapter))
 
 
 def is_adapter_param(name: str) -> bool:
     """Returns true if the dotted name belongs to a parameter of an adapter."""
-    return name.split(".")[-2:-1] == [_LORA]
+    module = name.split(".")[-2:-1]
+    return bool(module) and (module[0] == _LORA or module[0].endswith(SUFFIX))
 
 
-def adapted_layer_name(name: str) -> str:
-    """Returns the dotted name of the linear layer whose adapter has the parameter `name`."""
-    return name.rsplit(".", 2)[0]
+def adapted_weight_name(name: str) -> str:
+    """Returns the dotted name of the weight whose adapter has the parameter `name`."""
+    adapter = name.rpartition(".")[0]
+    if adapter.endswith(SUFFIX):
+        return adapter.removesuffix(SUFFIX)
+    return f"{adapter.removesuffix(_LORA)}weight"
+
+
+def adapter_name(weight: str) -> str:
+    """Returns the dotted name of the adapter of a weight; the inverse of `adapted_weight_name`."""
+    module, _, leaf = weight.rpartition(".")
+    return f"{module}.{_LORA}" if leaf == "weight" else f"{weight}{SUFFIX}"
 
 
 def merge_lora(params: Mapping[str, Any], config: LoraConfig) -> dict[str, Any]:
     """Merges adapters into the weights. Returns the parameters, by dotted name, of a model without adapters."""
     merged = {name: x for name, x in params.items() if not is_adapter_param(name)}
-    for layer in sorted({adapted_layer_name(name) for name in params if is_adapter_param(name)}):
-        weight, a, b = (params[f"{layer}.{leaf}"] for leaf in ("weight", "lora.a", "lora.b"))
-        layers = weight.shape[0]
-        a_LIR, b_LRO = a.reshape(layers, -1, config.rank), b.reshape(layers, config.rank, -1)
+    for name in sorted({adapted_weight_name(name) for name in params if is_adapter_param(name)}):
+        weight, a, b = params[name], *(params[f"{adapter_name(name)}.{factor}"] for factor in ("a", "b"))
+        if name.endswith(".weight"):
+            layers = weight.shape[0]
+            a, b = a.reshape(layers, -1, config.rank), b.reshape(layers, config.rank, -1)
         # In float32: the change is small compared to the weight, and their sum is rounded only once.
-        change = (config.scale * (a_LIR.astype("float32") @ b_LRO.astype("float32"))).reshape(weight.shape)
-        merged[f"{layer}.weight"] = (weight.astype("float32") + change).astype(weight.dtype)
+        change = config.scale * (a.astype("float32") @ b.astype("float32"))
+        # The head has its outputs first.
+        change = change.T if name == "head" else change.reshape(weight.shape)
+        merged[name] = (weight.astype("float32") + change).astype(weight.dtype)
     return merged
-
-
-def _join_path(path: Iterable[object]) -> str:
-    return ".".join(map(str, path))
-
-
-def _find_expert_params(model: nnx.Module) -> list[str]:
-    """Lists the names of the parameters of routed experts."""
-    variables = {_join_path(path): node for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Param)}
-    return [name for name, variable in variables.items() if "experts" in variable.get_metadata(LOGICAL_AXES)]
-
-
-def _select_layers(config: LoraConfig, layers: Sequence[str], experts: Sequence[str], aliases: ModuleNames) -> set[str]:
-    if config.patterns is None:
-        return set(layers)
-    selected: set[str] = set()
-    for pattern in config.patterns:
-        for name in experts:
-            if expert := next((n for n in (name, *aliases.get(name, ())) if config.matches(pattern, n)), None):
-                raise UserError(
-                    f"adapter.target_modules: {pattern!r} names {expert}, but routed experts cannot have adapters; "
-                    f"name linear layers alone: {', '.join(_layer_names(layers, aliases))}"
-                )
-        matched = {
-            layer for layer in layers if _matches_layer(config, pattern, layer, aliases.get(f"{layer}.weight", ()))
-        }
-        if not matched:
-            names = _layer_names(layers, aliases)
-            near = difflib.get_close_matches(pattern, [*names, *(name.rsplit(".", 1)[-1] for name in names)], 1)
-            raise UserError(
-                f"adapter.target_modules: {pattern!r} matches no linear layer of the blocks"
-                + (f"; did you mean {near[0]!r}?" if near else ".")
-                + f" There are: {', '.join(names)}"
-            )
-        selected |= matched
-    return selected
-
-
-def _matches_layer(config: LoraConfig, pattern: str, layer: str, module_names: Sequence[str]) -> bool:
-    if config.matches(pattern, layer):
-        return True
-    matched = [name for name in module_names if config.matches(pattern, name)]
-    if matched and len(matched) < len(module_names):
-        other = next(name for name in module_names if name not in matched)
-        raise UserError(
-            f"adapter.target_modules: {pattern!r} matches {matched[0]} but not {other}; layers of one kind are adapted "
-            f"together, so write '*' or a pattern for any number in place of the layer's"
-        )
-    return bool(matched)
-
-
-def _layer_names(layers: Sequence[str], aliases: ModuleNames) -> list[str]:
-    """Returns the shortest names by which a list may select the linear layers, our own names first."""
-    own_names = [layer.split(".", 2)[-1] for layer in layers]
-    alias_names = [
-        re.sub(r"^.*?\.\d+\.", "", name) for layer in layers for name in aliases.get(f"{layer}.weight", ())[:1]
-    ]
-    return list(dict.fromkeys([*own_names, *alias_names]))

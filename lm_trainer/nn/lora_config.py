@@ -27,6 +27,16 @@ class LoraConfig(Config):
         "modules_to_save": "what is not adapted stays frozen; remove it",
         "layers_to_transform": "layers are adapted together; remove it",
         "fan_in_fan_out": "follows from the model; remove it",
+        "load_in_4bit": "use `base_quantization: nf4`",
+        "use_dora": "DoRA normalizes the adapted weights and is no sum of products; remove it",
+        "init_lora_weights": "A is uniform and B zero at the start; other initial values (PiSSA, OLoRA, LoftQ, ...) "
+        "change the base model; remove it",
+        "alora_invocation_tokens": "adapters act on all tokens; remove it",
+        "rank_pattern": "all adapters have the same rank; remove it",
+        "alpha_pattern": "all adapters have the same alpha; remove it",
+        "layer_replication": "layers are not repeated; remove it",
+        "trainable_token_indices": "name the embedding in `target_modules`, which adapts all rows; remove it",
+        "target_parameters": "name experts in `target_modules`",
     }
 
     type: Literal["lora"] = "lora"
@@ -37,10 +47,15 @@ class LoraConfig(Config):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout rate for the input of an adapter; the input of the frozen layer is not dropped."""
     target_modules: str | tuple[str, ...] | None = None
-    """Linear layers that get an adapter; null or `all-linear`: all linear layers of the blocks. A list of names, such
+    """Layers that get an adapter; null or `all-linear`: all linear layers of the blocks. A list of names, such
     as `[q_proj, v_proj]` or `[attention.*]`: each must equal the end of a layer's name, in whole components, here or in
     `transformers`; `*` matches anything. A string: a regular expression that matches the complete name in either
-    form."""
+    form. Experts (`experts.gate_up_proj`, `experts.down_proj`), the embedding (`embed_tokens`) and the head (`lm_head`)
+    are adapted if they are named."""
+    base_quantization: Literal["nf4"] | None = None
+    """Store the linear layers of the frozen model's blocks in 4 bits, as QLoRA does: NF4 with blocks of 64 elements and
+    8-bit scales (Dettmers et al. 2023, arXiv 2305.14314). A layer dequantizes its weight to compute with it. null:
+    keep the weights in the parameter dtype."""
     use_rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead, so the size of updates does not shrink as the rank grows (Kalajdzievski
     2023, arXiv 2312.03732)."""

@@ -22,6 +22,7 @@ from lm_trainer.nn.expert_spec import MoeSpec, SharedExpertSpec
 from lm_trainer.nn.grouped_product import KERNELS, GroupedKernel
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import ACTIVATIONS
+from lm_trainer.nn.lora_weights import WeightLora, read_adapted
 from lm_trainer.nn.mlp import Mlp
 from lm_trainer.nn.read import read
 from lm_trainer.nn.router import (
@@ -65,6 +66,13 @@ class Moe(nnx.Module):
         self.gate_bias = init.constant(inner, 0.0) if spec.bias else None
         self.up_bias = init.constant(inner, 0.0) if spec.bias else None
         self.down_bias = init.constant(outer, 0.0) if spec.bias else None
+        self.remove_adapter()
+
+    def remove_adapter(self) -> None:
+        """Makes later calls compute with the weights of the experts alone."""
+        self.gate_lora: WeightLora | None = None
+        self.up_lora: WeightLora | None = None
+        self.down_lora: WeightLora | None = None
 
     def __call__(self, x_BSD: jax.Array, valid_BS: jax.Array) -> tuple[jax.Array, RouterStats]:
         """Returns the result in the dtype of `x_BSD`, and the statistics over the tokens for which the boolean
@@ -107,12 +115,17 @@ class Moe(nnx.Module):
         if kernel == "dense":
             return reduce_scatter(self._compute_dense_experts(x_MD, experts_MK, weights_MK), "expert", 0)
         # Inside the map: sorting the rows of all devices together would send every token to every device.
-        params = (self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)
-        weights = [read(w, x_MD.dtype) for w in params if w is not None]
+        biases = (self.gate_bias, self.up_bias, self.down_bias)
+        weights = [read_adapted(w, adapter, x_MD.dtype) for w, adapter in self._expert_weights()]
+        weights += [read(bias, x_MD.dtype) for bias in biases if bias is not None]
         compute = self._ragged_experts if kernel == "ragged_dot" else functools.partial(self._grouped_experts, kernel)
         y_MKD = map_local_rows(compute, (x_MD, experts_MK), weights)
         y_MD = jnp.sum(y_MKD * weights_MK[..., None].astype(y_MKD.dtype), axis=1)
         return reduce_scatter(y_MD, "expert", 0)
+
+    def _expert_weights(self) -> tuple[tuple[nnx.Param, WeightLora | None], ...]:
+        """The weights gate, up and down of all experts, with their adapters."""
+        return (self.gate, self.gate_lora), (self.up, self.up_lora), (self.down, self.down_lora)
 
     def _compute_dense_experts(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
         """Computes the experts of this device as one wide MLP in which unselected experts have a weight of 0."""
@@ -121,16 +134,18 @@ class Moe(nnx.Module):
         chosen_MKE = experts_MK[:, :, None] == first + jnp.arange(count)[None, None, :]
         weights_ME = jnp.sum(jnp.where(chosen_MKE, weights_MK[..., None], 0.0), axis=1).astype(dtype)
 
-        def product(w: nnx.Param, bias: nnx.Param | None) -> jax.Array:
-            w_DEF = read(w, dtype).transpose(1, 0, 2)
+        gate, up, down = self._expert_weights()
+
+        def product(weight: tuple[nnx.Param, WeightLora | None], bias: nnx.Param | None) -> jax.Array:
+            w_DEF = read_adapted(*weight, dtype).transpose(1, 0, 2)
             y_MEF = jnp.matmul(x_MD, w_DEF.reshape(x_MD.shape[1], -1)).reshape(-1, *w_DEF.shape[1:])
             return y_MEF if bias is None else y_MEF + read(bias, dtype)[None]
 
         # Weighted before the last product, which is linear: the product then sums over experts and their widths at
         # once.
-        gate_MEF = _activate_gate(self.spec, product(self.gate, self.gate_bias))
-        h_MEF = gate_MEF * _bound_linear_term(self.spec, product(self.up, self.up_bias)) * weights_ME[..., None]
-        down_YD = read(self.down, dtype).reshape(-1, x_MD.shape[1])
+        gate_MEF = _activate_gate(self.spec, product(gate, self.gate_bias))
+        h_MEF = gate_MEF * _bound_linear_term(self.spec, product(up, self.up_bias)) * weights_ME[..., None]
+        down_YD = read_adapted(*down, dtype).reshape(-1, x_MD.shape[1])
         y_MD = jnp.matmul(h_MEF.reshape(x_MD.shape[0], -1), down_YD)
         return y_MD if self.down_bias is None else y_MD + jnp.matmul(weights_ME, read(self.down_bias, dtype))
 

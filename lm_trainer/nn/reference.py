@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from flax import nnx
 
-from lm_trainer.nn.linear import Linear
+from lm_trainer.nn.linear import Adaptable
 
 if TYPE_CHECKING:
     from lm_trainer.nn.decoder import Decoder
@@ -42,7 +42,7 @@ def without_adapters(model: Decoder) -> Decoder:
     """Returns a copy of the model, with the same arrays but without adapters."""
     copy = nnx.merge(*nnx.split(model))
     for _, node in nnx.iter_graph(copy):
-        if isinstance(node, Linear):
+        if isinstance(node, Adaptable):
             node.remove_adapter()
     return copy
 

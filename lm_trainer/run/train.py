@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -19,6 +18,7 @@ from lm_trainer.data.tokenize.progress import BuildProgress
 from lm_trainer.export.huggingface import check_exportable
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.models import DecoderConfig
+from lm_trainer.nn.nf4 import num_weights
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.profile.flops import flops_per_token, recomputed_flops_per_token
 from lm_trainer.profile.workload import random_batch
@@ -138,7 +138,7 @@ def _is_exportable(model: DecoderConfig) -> bool:
 
 def describe_run(run: PreparedRun, flops_per_token: float) -> dict[str, Any]:
     """Returns facts about a run that its configuration does not contain, as plain data."""
-    parameters = sum(math.prod(shape.shape) for shape in run.setup.model.shapes.values())
+    parameters = sum(num_weights(name, x.shape) for name, x in run.setup.model.shapes.items())
     return {"parameters": parameters, "flops_per_token": flops_per_token, "data": describe_data(run.data)}
 
 

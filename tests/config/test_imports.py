@@ -389,7 +389,7 @@ def test_the_batch_of_trl_is_multiplied_by_the_devices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "key", "reason"),
     [
-        ("load_in_4bit: true", "load_in_4bit", "four or eight bits"),
+        ("load_in_4bit: true", "load_in_4bit", "for the frozen base of an adapter"),
         ("fp16: true", "fp16", "weights stay in float32"),
         ("lr_scheduler_type: polynomial", "lr_scheduler_type", "schedule polynomial"),
         ("neftune_noise_alpha: 5", "neftune_noise_alpha", "no noise is added"),

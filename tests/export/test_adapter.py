@@ -16,9 +16,10 @@ from lm_trainer.core.tree import named_leaves
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.export.adapter import AdapterModel, write_adapter
 from lm_trainer.export.huggingface import ExportOptions
+from lm_trainer.export.peft_files import AdaptedWeights
 from lm_trainer.export.weights import Weights
 from lm_trainer.models import DecoderConfig, hf
-from lm_trainer.nn.lora import is_adapter_param
+from lm_trainer.nn.lora import is_adapter_param, merge_lora
 from lm_trainer.nn.lora_config import LoraConfig
 from lm_trainer.optim import AdamConfig
 from lm_trainer.run.build.model import loss_function, trace_model
@@ -47,6 +48,14 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "GPTNeoX": SHARED,
     "Phi3": {**SHARED, "num_key_value_heads": 2},
     "Llama": {**SHARED, "num_key_value_heads": 2},
+}
+MIXTRAL: dict[str, Any] = {**SHARED, "num_key_value_heads": 2, "num_local_experts": 3}
+OTHER_WEIGHTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "embedding and head": ("Llama", CHECKPOINTS["Llama"], ("embed_tokens", "lm_head", "q_proj")),
+    "embedding of a tied head": ("Llama", {**CHECKPOINTS["Llama"], "tie_word_embeddings": True}, ("embed_tokens",)),
+    "embedding of another name": ("GPT2", TINY_GPT2, ("wte", "c_fc")),
+    "experts": ("Mixtral", MIXTRAL, ("gate_up_proj", "experts.down_proj", "v_proj")),
+    "some experts": ("Mixtral", MIXTRAL, ("mlp.up",)),
 }
 RATE, STEPS = 1e-2, 2
 
@@ -129,6 +138,34 @@ def test_peft_computes_the_same_logits(family: str, make_hf_model: MakeHfModel, 
         expected = model(torch.from_numpy(reference["input_ids"])).logits.numpy()
     np.testing.assert_allclose(actual, expected, atol=1e-4)
     assert np.abs(actual - reference["logits"]).max() > 0.1, "the adapter is heard"
+
+
+# PEFT warns that it ignores the ranks of parameters, but uses them.
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning")
+@pytest.mark.parametrize("case", OTHER_WEIGHTS)
+def test_peft_computes_the_same_logits_with_other_weights(
+    case: str, make_hf_model: MakeHfModel, tmp_path: Path
+) -> None:
+    import torch
+
+    family, settings, targets = OTHER_WEIGHTS[case]
+    checkpoint = make_hf_model(family, **settings)
+    tokens = np.load(checkpoint / "reference.npz")["input_ids"]
+    adapted = Adapted.make(checkpoint, LoraConfig(rank=3, alpha=4.0, target_modules=targets))
+    actual = adapted.logits(tokens)
+    directory = adapted.export(tmp_path / "adapter", adapted.state)
+    model = load_peft(checkpoint, directory).eval()
+    with torch.no_grad():
+        expected = model(torch.from_numpy(tokens)).logits.numpy()
+    np.testing.assert_allclose(actual, expected, atol=2e-4)
+    # Merged here, from the trained adapter and from the exported one.
+    merged = merge_lora(to_host({**adapted.state.frozen, **adapted.state.params}), adapted.adapter)
+    read = named_leaves(hf.params_from_hf(adapted.config, adapted.vocab_size, AdaptedWeights(directory, checkpoint)))
+    assert read.keys() == merged.keys()
+    for name, x in merged.items():
+        np.testing.assert_allclose(read[name], x, atol=1e-5, err_msg=name)
+    changed = {name for name, x in to_host(adapted.state.frozen).items() if not np.array_equal(x, merged[name])}
+    assert len(changed) == len({name.rpartition(".")[0] for name in adapted.state.params})
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

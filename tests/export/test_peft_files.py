@@ -45,8 +45,19 @@ LORA: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"layers.1.self_attn.q_proj": 16},
         "use_rslora": True,
     },
+    # Embedding and head, and the experts of a layer as parameters.
+    "Mixtral": {
+        "target_modules": ["embed_tokens", "lm_head", "k_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        "rank_pattern": {"lm_head": 2},
+        "alpha_pattern": {"mlp.experts.down_proj": 11},
+    },
 }
-MODELS = {"GPT2": {**TINY_GPT2, "vocab_size": 300}, "Llama": LLAMA}
+MODELS = {
+    "GPT2": {**TINY_GPT2, "vocab_size": 300},
+    "Llama": LLAMA,
+    "Mixtral": {**LLAMA, "num_local_experts": 3, "num_hidden_layers": 1},
+}
 
 
 def adapter(base: Path, out: Path, **settings: Any) -> tuple[Any, Path]:
@@ -63,8 +74,8 @@ def adapter(base: Path, out: Path, **settings: Any) -> tuple[Any, Path]:
     return model, out
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("family", LORA)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::RuntimeWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("family", ["GPT2", "Llama", pytest.param("Mixtral", marks=pytest.mark.slow)])
 def test_an_adapter_of_peft_is_read_as_the_model_that_it_stands_for(
     family: str, make_hf_model: MakeHfModel, tmp_path: Path
 ) -> None:
@@ -180,7 +191,6 @@ def edit(directory: Path, **changes: Any) -> None:
         ({"bias": "lora_only"}, "bias: 'lora_only' is not read"),
         ({"lora_bias": True}, "lora_bias: True is not read"),
         ({"trainable_token_indices": [3]}, r"trainable_token_indices: \[3\] is not read"),
-        ({"target_parameters": ["mlp.experts"]}, "target_parameters: .* is not read"),
         ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens: .* is not read"),
         ({"use_of_tomorrow": True}, "use_of_tomorrow: True is not read, and what it means is not known here"),
         ({"base_model_name_or_path": "some/model"}, "some/model, is no directory on this machine; download it"),
@@ -203,10 +213,14 @@ def test_half_of_a_pair_and_a_layer_that_is_not_there_are_refused(saved: Path) -
     tensors = load_file(file)
     name = next(name for name in tensors if name.endswith("lora_B.weight"))
     save_file({key: x for key, x in tensors.items() if key != name}, file)
-    with pytest.raises(UserError, match=r"lora_B\.weight is not half of a pair"):
+    with pytest.raises(UserError, match=r"lora_A\.weight is not half of a pair"):
         read_hf(saved)
     save_file({key.replace("h.0.", "h.7."): x for key, x in tensors.items()}, file)
     with pytest.raises(UserError, match=r"an adapter for transformer\.h\.7\.\S+, which .* does not have"):
+        read_hf(saved)
+    embedding = "base_model.model.transformer.wte.lora_embedding_"
+    save_file({f"{embedding}A": np.ones((3, 300), np.float32), f"{embedding}B": np.ones((32, 3), np.float32)}, file)
+    with pytest.raises(UserError, match=r"an adapter for transformer\.wte, whose weight is the head's too"):
         read_hf(saved)
 
 

@@ -17,6 +17,7 @@ from lm_trainer.models.peft import module_names
 from lm_trainer.nn.linear import Linear
 from lm_trainer.nn.lora import Lora, attach_lora, merge_lora
 from lm_trainer.nn.lora_config import LoraConfig
+from lm_trainer.nn.lora_weights import WeightLora
 from tests.compiling import quick_jit
 from tests.models.common import SEQ, TINY, VOCAB, change, positions, tokens
 
@@ -61,16 +62,37 @@ def test_a_name_of_joined_layers_means_all_of_them() -> None:
 @pytest.mark.parametrize(
     ("family", "target_modules", "message"),
     [
-        ("llama", ["q_porj"], r"'q_porj' matches no linear layer of the blocks; did you mean 'q_proj'\?"),
-        ("llama", ["q_proj", "lm_head"], r"'lm_head' matches no .* There are: .*attention\.q, .*self_attn\.q_proj"),
+        ("llama", ["q_porj"], r"'q_porj' matches no layer that can be adapted; did you mean 'q_proj'\?"),
+        ("llama", ["q_proj", "ln"], r"'ln' matches no .* There are: .*attention\.q, .*self_attn\.q_proj"),
+        ("gpt2", ["lm_head"], r"'lm_head' matches no .* There are: .*embed\.tokens"),
+        ("backpack", ["wte"], r"'wte' matches no layer"),
         ("llama", r"model\.layers\.[01]\..*", r"layers\.0\.self_attn\.\w+ but not model\.layers\.2\.self_attn"),
-        ("mixtral", ["w1"], r"experts\.0\.w1, but routed experts cannot have adapters"),
-        ("mixtral", r".*mlp.*", r"names blocks\.0\.mlp\.\w+, but routed experts"),
+        ("mixtral", r"model\.layers\.0\.mlp.*", r"0\.mlp\.experts\.gate_up_proj but not model\.layers\.1"),
     ],
 )
 def test_targets_that_cannot_be_adapted_are_refused(family: str, target_modules: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         layers(family, target_modules=target_modules)
+
+
+def test_other_weights_are_adapted_if_they_are_named() -> None:
+    def adapters(family: str, *target_modules: str, **changes: Any) -> set[str]:
+        lora = LoraConfig(target_modules=target_modules)
+        model = nnx.eval_shape(lambda: adapted(family, lora, **changes))
+        names = (".".join(map(str, path)) for path, node in nnx.iter_graph(model) if isinstance(node, WeightLora))
+        return set(names)
+
+    experts = {f"blocks.0.mlp.{name}_lora" for name in ("gate", "up", "down")}
+    assert adapters("mixtral", "experts.*") == experts
+    assert adapters("mixtral", "gate_up_proj") == experts - {"blocks.0.mlp.down_lora"}
+    assert adapters("mixtral", "lm_head", "q_proj") == {"head_lora"}
+    assert adapters("llama", "embed.tokens", tie_word_embeddings=True) == {"embed.tokens_lora"}
+    assert not adapters("llama", "*"), "a pattern for all layers means the layers alone"
+
+
+def test_dropout_is_refused_for_weights_without_an_input() -> None:
+    with pytest.raises(UserError, match=r"adapter\.dropout: an adapter of blocks\.0\.mlp\.down changes the weight"):
+        layers("mixtral", dropout=0.1, target_modules=["experts.down_proj"])
 
 
 @pytest.mark.parametrize("target_modules", [[], "", [""], "(", ["q_proj", ""]])
@@ -80,14 +102,17 @@ def test_targets_without_meaning_are_refused(target_modules: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "rslora"),
+    ("family", "changes", "lora"),
     [
-        ("llama", {"num_layers": 2, "gradient_checkpointing": True}, False),
-        pytest.param("gemma3", {"scan_layers": True}, True, marks=pytest.mark.slow),
+        ("llama", {"num_layers": 2, "gradient_checkpointing": True}, {"dropout": 0.5}),
+        pytest.param("gemma3", {"scan_layers": True}, {"use_rslora": True}, marks=pytest.mark.slow),
+        ("gemma", {}, {"target_modules": ["embed_tokens"]}),
+        ("mixtral", {}, {"target_modules": ["experts.*", "lm_head", "embed_tokens"]}),
+        pytest.param("olmoe", {"expert_kernel": "grouped"}, {"target_modules": ["experts.*"]}, marks=pytest.mark.slow),
     ],
 )
-def test_an_adapted_model_computes_what_the_merged_one_does(family: str, changes: Any, rslora: bool) -> None:
-    lora = LoraConfig(rank=3, alpha=5.0, dropout=0.5, use_rslora=rslora)
+def test_an_adapted_model_computes_what_the_merged_one_does(family: str, changes: Any, lora: Any) -> None:
+    lora = LoraConfig(rank=3, alpha=5.0, **lora)
     rng, inputs = np.random.default_rng(0), (tokens(), positions(), np.zeros((2, SEQ), np.int32))
 
     def program(build: Any) -> tuple[Any, dict[str, Any]]:

@@ -143,7 +143,7 @@ def test_blocks_of_8_bits_are_the_same_on_every_mesh() -> None:
     "kind", [LionConfig, CautiousConfig, AdoptConfig, AdanConfig, RmsPropConfig], ids=lambda kind: kind().type
 )
 def test_blocks_of_8_bits_of_other_optimizers(kind: type[OptimizerConfig]) -> None:
-    """How blocks are cut does not depend on the optimizer, so one mesh is enough."""
+    """One mesh: how blocks are cut does not depend on the optimizer."""
     config = in_8_bits(kind)
     assert updated(config, 8, True, CUT_INSIDE, "mlp") == updated(config, 1, True, CUT_INSIDE)
 

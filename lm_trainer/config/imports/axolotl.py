@@ -16,8 +16,6 @@ from lm_trainer.config.imports.base import (
     Values,
 )
 
-_QUANTIZED = Unsupported("weights are not kept in four or eight bits while they train; lmt plan says what fits without")
-
 
 def _convert_base_model(value: object, values: Values) -> Settings:
     del values
@@ -70,9 +68,9 @@ def _convert_chat_format(data_set: Values) -> Settings:
 
 def _convert_adapter(value: object, values: Values) -> Settings:
     del values
-    if value != "lora":
-        raise NoEqualError(f"adapter {value}: there is lora, over weights that are not quantized")
-    return {"adapter.type": "lora"}
+    if value not in ("lora", "qlora"):
+        raise NoEqualError(f"adapter {value}: there are lora and qlora")
+    return {"adapter.type": "lora", **({"adapter.base_quantization": "nf4"} if value == "qlora" else {})}
 
 
 def _convert_optimizer(value: object, values: Values) -> Settings:
@@ -173,7 +171,7 @@ AXOLOTL = Dialect(
         "lora_target_modules": "adapter.target_modules",
         "lora_target_linear": USED,
         "load_in_8bit": lambda value, _: _refuse_if_enabled(value),
-        "load_in_4bit": lambda value, _: _refuse_if_enabled(value),
+        "load_in_4bit": lambda value, values: {} if values.get("adapter") == "qlora" else _refuse_if_enabled(value),
         "micro_batch_size": _convert_batch_size,
         "gradient_accumulation_steps": USED,
         "num_epochs": _refuse_epochs,

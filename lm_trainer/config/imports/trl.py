@@ -19,7 +19,7 @@ from lm_trainer.config.imports.base import (
     convert_precision,
 )
 
-_QUANTIZED = Unsupported("weights are not kept in four or eight bits while they train; lmt plan says what fits without")
+_EIGHT_BITS = Unsupported("weights are not kept in eight bits while they train; load_in_4bit keeps them in four")
 _BY_TIME = Unsupported("checkpoints are saved by time: trainer.checkpointer.save_interval, and keep for steps")
 _ONE_LENGTH = Unsupported("documents are packed into rows of one length, so nothing is padded or collated")
 _NO_HUB = Unsupported("hf_save_path and hf_upload export and upload the model")
@@ -182,6 +182,18 @@ def _convert_adapter(value: object, values: Values) -> Settings:
     return {"adapter.type": "lora", **{key: item for key, item in settings.items() if item is not None}}
 
 
+def _convert_quantization(value: object, values: Values) -> Settings:
+    if not value:
+        return {}
+    kind, nested = values.get("bnb_4bit_quant_type", "nf4"), values.get("use_bnb_nested_quant", False)
+    if not values.get("use_peft") or kind != "nf4" or not nested:
+        raise NoEqualError(
+            "adapter.base_quantization: nf4 is for the frozen base of an adapter (use_peft), in nf4 "
+            "(bnb_4bit_quant_type), with scales in 8 bits (use_bnb_nested_quant)"
+        )
+    return {"adapter.base_quantization": "nf4"}
+
+
 def _default_values(values: Values) -> Values:
     """Returns the defaults of TRL's trainers or, without a key of TRL, of TrainingArguments."""
     defaults: dict[str, object] = {
@@ -225,8 +237,10 @@ _KEYS: dict[str, Rule] = {
     "max_prompt_length": _ONE_LENGTH,
     "use_peft": _convert_adapter,
     **dict.fromkeys(("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_task_type"), USED),
-    "load_in_4bit": _QUANTIZED,
-    "load_in_8bit": _QUANTIZED,
+    "load_in_4bit": _convert_quantization,
+    "bnb_4bit_quant_type": USED,
+    "use_bnb_nested_quant": USED,
+    "load_in_8bit": _EIGHT_BITS,
     "per_device_train_batch_size": _convert_batch_size,
     "gradient_accumulation_steps": USED,
     "num_processes": USED,

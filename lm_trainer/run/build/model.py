@@ -19,6 +19,7 @@ from lm_trainer.models.peft import module_names
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.lora import attach_lora, is_adapter_param
 from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, token_loss, token_nll
+from lm_trainer.nn.nf4 import CodeParam, quantize_linears
 from lm_trainer.nn.quantize import quantize
 from lm_trainer.nn.reference import attach_reference, is_reference_param
 from lm_trainer.nn.router import LoadParam
@@ -56,6 +57,8 @@ def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
         model = config.model.build(vocab_size, rngs=nnx.Rngs(key))
         if adapter is not None:
             attach_lora(model, adapter, names, rngs=nnx.Rngs(jax.random.fold_in(key, ADAPTER_KEY)))
+            if adapter.base_quantization is not None:
+                quantize_linears(model)
         if has_separate_reference(config.loss, adapter):
             attach_reference(model, config.model.build(vocab_size, rngs=nnx.Rngs(key)))
         if quantization is not None:
@@ -96,8 +99,8 @@ def trace_module(build: Callable[[], nnx.Module], param_dtype: Any, is_trainable
     def cast() -> nnx.Module:
         model = build()
         for _, variable in nnx.iter_graph(model):
-            # Loads are counts, which no narrow dtype holds.
-            if isinstance(variable, nnx.Param) and not isinstance(variable, LoadParam):
+            # Loads are counts, which no narrow dtype holds; quantized weights have dtypes of their own.
+            if isinstance(variable, nnx.Param) and not isinstance(variable, LoadParam | CodeParam):
                 variable.set_value(variable.get_value().astype(param_dtype))
         return model
 

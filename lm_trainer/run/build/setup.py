@@ -25,6 +25,7 @@ from lm_trainer.nn.curvature import (
     with_dropout_key,
 )
 from lm_trainer.nn.decoder import Decoder
+from lm_trainer.nn.nf4 import num_weights
 from lm_trainer.nn.stages import StagedLoss
 from lm_trainer.optim import Optimizer
 from lm_trainer.optim.schedule import Schedule
@@ -218,7 +219,7 @@ def plan_training(  # noqa: PLR0913 - the parts of a run a user can supply
     Raises:
         UserError: if the batch cannot be distributed over the devices, or a sharding rule does not fit the model.
     """
-    num_params = sum(math.prod(x.shape) for x in model.shapes.values())
+    num_params = sum(num_weights(name, x.shape) for name, x in model.shapes.items())
     trainer = resolve_gather(trainer, num_params, layers=_has_known_layers(loss, model))
     plan = trainer.step_plan
     mesh = plan.mesh(devices or trainer.devices())

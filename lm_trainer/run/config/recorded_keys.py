@@ -38,6 +38,8 @@ def _infer_missing_keys(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 _ONLY_LOSS = {"type": "next_token"}
 """The loss of runs that were recorded before there was a choice."""
+_NEWER_ADAPTER_KEYS = ("base_quantization",)
+"""Keys of the adapter that are newer than some recorded runs; null is what these runs did."""
 _CURRENT_SPELLING = {"layerwise": "elastic"}
 """Current values of `determinism`, by former value."""
 _FAMILIES = {family.model_fields["type"].default: family for family in MODEL_CONFIGS}
@@ -128,6 +130,9 @@ def without_newer_defaults(identity: Mapping[str, Any], trainer: TrainerConfig, 
     sections = {key: value for key, value in identity.items() if (key, value) != ("loss", _ONLY_LOSS)}
     if isinstance(data := identity.get("data"), Mapping):
         sections["data"] = data_without_newer_defaults(data)
+    if isinstance(adapter := sections.get("adapter"), Mapping):
+        newer = {key for key in _NEWER_ADAPTER_KEYS if adapter.get(key) is None}
+        sections["adapter"] = {key: value for key, value in adapter.items() if key not in newer}
     if isinstance(recorded_model := sections.get("model"), Mapping):
         newer = {name for name in model.newer_fields if _is_as_in_older_runs(model, name)}
         sections["model"] = {key: value for key, value in recorded_model.items() if key not in newer}

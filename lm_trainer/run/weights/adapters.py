@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from lm_trainer.checkpoint.digest import compute_checksums
@@ -26,13 +25,17 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expand_home
 from lm_trainer.core.tree import named_leaves, nest_named_leaves
 from lm_trainer.models.hf import param_infos
-from lm_trainer.nn.lora import is_adapter_param, merge_lora
+from lm_trainer.nn.lora import adapter_name, is_adapter_param, merge_lora
+from lm_trainer.nn.lora_targets import EMBEDDING, HEAD
+from lm_trainer.nn.nf4 import num_weights
 from lm_trainer.nn.router import is_relative_load
 from lm_trainer.objectives import LossConfig, NextTokenConfig
 from lm_trainer.profile.flops import FlopsCount
+from lm_trainer.run.build.model import trace_model
 from lm_trainer.run.config.loss_checks import has_separate_reference
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.files.find_run import find_checkpoints
+from lm_trainer.run.weights.nf4_base import dequantize_params, expected_shapes, quantize_params
 from lm_trainer.run.weights.pretrained import HfCheckpoint, hf_source_name
 from lm_trainer.run.weights.saved_model import LoadedModel, load_model, read_config
 from lm_trainer.step.state.model_def import ModelDef, Params
@@ -68,14 +71,17 @@ class BaseCheckpoint:
     def load(self, shapes: Mapping[str, Any], shardings: Mapping[str, Sharding]) -> Params:
         """Loads the weights in the given shapes and shardings, which may include parameters of adapters.
 
+        Weights that are quantized in `shapes` are quantized on the host.
+
         Raises:
             UserError: if the checkpoint contains another model.
         """
         loaded = load_merged_model(self.directory, self.step).params
         expected = {name: x for name, x in shapes.items() if not is_adapter_param(name)}
         named = with_own_loads({name: np.asarray(x) for name, x in named_leaves(loaded).items()}, expected)
-        _check_same_model(f"{self.key}: {self.directory}", named, expected)
-        return {name: jax.device_put(x.astype(shapes[name].dtype), shardings[name]) for name, x in named.items()}
+        _check_same_model(f"{self.key}: {self.directory}", named, expected_shapes(named, expected))
+        stored = quantize_params(named, expected)
+        return {name: jax.device_put(x.astype(shapes[name].dtype), shardings[name]) for name, x in stored.items()}
 
     def with_initial_weights(self, model: ModelDef) -> ModelDef:
         """Returns the model with the weights of this checkpoint as initial values."""
@@ -213,8 +219,18 @@ def training_flops(count: FlopsCount, model: ModelDef, loss: LossConfig = _NEXT_
     """Returns the number of FLOPs per token of a training step, whether all parameters are trained or only adapters."""
     extra = loss.extra_forward_passes * count.forward
     if any(map(is_adapter_param, model.trainable)):
-        return count.training_with_adapters(2 * _num_params(model, trained=True)) + extra
+        return count.training_with_adapters(2 * _num_factors_per_token(model)) + extra
     return count.training + extra
+
+
+def _num_factors_per_token(model: ModelDef) -> int:
+    """Returns the number of adapter parameters that each token is multiplied with.
+
+    The rows of an embedding are looked up, and the change of experts is computed once per microbatch.
+    """
+    looked_up = f"{adapter_name(EMBEDDING)}.a" if HEAD in model.shapes else None
+    names = (name for name in model.trainable if name != looked_up and "experts" not in model.axes[name])
+    return sum(math.prod(model.shapes[name].shape) for name in names)
 
 
 def describe_num_params(model: ModelDef) -> str:
@@ -224,7 +240,7 @@ def describe_num_params(model: ModelDef) -> str:
 
 
 def _num_params(model: ModelDef, *, trained: bool) -> int:
-    return sum(math.prod(x.shape) for name, x in model.shapes.items() if (name in model.trainable) == trained)
+    return sum(num_weights(name, x.shape) for name, x in model.shapes.items() if (name in model.trainable) == trained)
 
 
 def load_merged_model(
@@ -243,18 +259,15 @@ def load_merged_model(
     lora = loaded.config.adapter
     if lora is None:
         return loaded
-    dtype = loaded.config.trainer.mp.param_dtype
-    # Casts to the parameter dtype of the run, because the digest of the frozen weights was computed in that dtype.
-    model = ModelDef.trace(lambda: loaded.config.model.build(loaded.vocab_size, rngs=nnx.Rngs(0)))
-    base = with_own_loads(_load_base_params(run, loaded), model.shapes)
-    base = {name: np.asarray(x).astype(np.float32 if name in model.loads else dtype) for name, x in base.items()}
+    base = _load_base_params(run, loaded)
     if hash_frozen_params(base) != loaded.record.get(FROZEN):
         raise UserError(
             f"{run} is an adapter for other weights than those that are now in {base_model_name(loaded.config)}; put "
             f"back the model that it was trained on"
         )
     # Merges in the dtype that the base model had in training, so that the logits equal the logits of the run.
-    merged = merge_lora({**base, **named_leaves(loaded.params)}, lora)
+    shapes = {name: leaf.shape for name, leaf in param_infos(loaded.config.model, loaded.vocab_size).items()}
+    merged = merge_lora({**dequantize_params(base, shapes), **named_leaves(loaded.params)}, lora)
     return dataclasses.replace(loaded, params=nest_named_leaves(merged))
 
 
@@ -263,15 +276,22 @@ def base_model_name(config: RunConfig) -> str:
     return expand_home(config.trainer.initialize_from or hf_source_name(config))
 
 
-def _load_base_params(run: str | StoragePath, loaded: LoadedModel) -> dict[str, Any]:
+def _load_base_params(run: str | StoragePath, loaded: LoadedModel) -> dict[str, np.ndarray]:
+    """Returns the frozen parameters as in training: in the parameter dtype of the run, or quantized."""
     config = loaded.config
+    shapes = {
+        name: x for name, x in trace_model(config, loaded.vocab_size).shapes.items() if not is_adapter_param(name)
+    }
     try:
         if config.trainer.initialize_from is not None:
             directory, _ = find_checkpoints(config.trainer.initialize_from)
-            return named_leaves(load_merged_model(directory, loaded.record[_BASE_STEP]).params)
-        leaves = param_infos(config.model, loaded.vocab_size)
-        device_sharding = SingleDeviceSharding(jax.local_devices()[0])
-        shapes = {name: jax.ShapeDtypeStruct(leaf.shape, np.float32) for name, leaf in leaves.items()}
-        return HfCheckpoint.open(config).load(config.model, shapes, dict.fromkeys(leaves, device_sharding))
+            params = named_leaves(load_merged_model(directory, loaded.record[_BASE_STEP]).params)
+            params = quantize_params({name: np.asarray(x) for name, x in params.items()}, shapes)
+        else:
+            device_sharding = SingleDeviceSharding(jax.local_devices()[0])
+            params = HfCheckpoint.open(config).load(config.model, shapes, dict.fromkeys(shapes, device_sharding))
     except UserError as error:
         raise type(error)(f"{run} is an adapter, and the model that it is for cannot be read: {error}") from None
+    params = with_own_loads({name: np.asarray(x) for name, x in params.items()}, shapes)
+    # The digest of the frozen weights was computed in these dtypes.
+    return {name: x.astype(shapes[name].dtype) for name, x in params.items()}

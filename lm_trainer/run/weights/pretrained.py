@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +18,27 @@ from lm_trainer.checkpoint.store import list_steps
 from lm_trainer.core.bucket import Bucket, StoragePath
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expand_home
+from lm_trainer.core.nf4 import Nf4Matrix, quantize_matrix
 from lm_trainer.data.tokenizer import HfTokenizer, Pretrained, Tokenizer
 from lm_trainer.data.tokenizer.compare import find_difference, has_rows_for
 from lm_trainer.data.tokenizer.hf import load_pretrained
 from lm_trainer.export.huggingface import errors_prefixed_with, read_hf_config, read_hf_settings
 from lm_trainer.export.mxfp4_tensor import MXFP4
+from lm_trainer.export.nf4_files import Nf4Tensor
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.export.tensor_file import Region
 from lm_trainer.export.weights import Weights
 from lm_trainer.models import DecoderConfig, hf
 from lm_trainer.models.hf_section import adopt_hf_config, compare_with_hf_config
 from lm_trainer.models.hf_stream import SourceSlice, read_block
+from lm_trainer.nn.nf4 import find_nf4_weights
 from lm_trainer.parallel.sharded_array import HOST_BYTES, make_sharded_array
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.files.directory import checkpoint_directory, choose_run_id
 from lm_trainer.run.files.find_run import find_checkpoints
 from lm_trainer.run.weights.hf_transfer import fetch_directory
+from lm_trainer.run.weights.nf4_base import quantized_arrays
 from lm_trainer.run.weights.saved_model import read_config, read_published_settings, read_vocabulary
 from lm_trainer.step.state.model_def import ModelDef, Params
 
@@ -260,7 +265,8 @@ class HfCheckpoint:
     ) -> Params:
         """Loads the parameters of the model. Each process reads only the shards on its devices.
 
-        Host memory holds only a part of one tensor at a time.
+        Host memory holds only a part of one tensor at a time. Weights that are quantized in `shapes` are read and
+        quantized by every process, one weight of all layers at a time; a file with NF4 keeps its codes.
 
         Raises:
             UserError: as for `plan_read`, and if the copies of a tied tensor differ.
@@ -276,7 +282,30 @@ class HfCheckpoint:
                 )
         with errors_prefixed_with(self.directory):
             hf.check_constants_of(model, self.weights)
-        return {name: self._assemble(pieces, shapes[name], shardings[name]) for name, pieces in stored.pieces.items()}
+        quantized = find_nf4_weights(shapes)
+        params = {
+            name: self._assemble(pieces, shapes[name], shardings[name])
+            for name, pieces in stored.pieces.items()
+            if name not in quantized
+        }
+        for name, shape in quantized.items():
+            read = partial(self._read_nf4, outputs=shape[-2])
+            arrays = quantized_arrays(name, shape, stored.pieces[name], read)
+            params |= {array: _place_on_devices(x, shardings[array]) for array, x in arrays.items()}
+        return params
+
+    def _read_nf4(self, piece: SourceSlice, outputs: int) -> Nf4Matrix:
+        stored = self.weights.stored[piece.tensor]
+        if not isinstance(stored, Nf4Tensor):
+            w = piece.read(tuple(slice(0, size) for size in piece.shape), self._read_region)
+            # In the file's order, a row per output, whatever the order of the dimensions here.
+            return quantize_matrix(w.reshape(-1, outputs).T)
+        if len(piece.entry.parts) > 1:
+            raise UserError(
+                f"{stored.file}: {stored.name} joins {len(piece.entry.parts)} matrices of this model, whose codes "
+                f"share scales; leave adapter.base_quantization out, which dequantizes them"
+            )
+        return stored.read_matrix()
 
     def _assemble(self, pieces: list[SourceSlice], like: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
         max_elements = HOST_BYTES // np.dtype(like.dtype).itemsize
@@ -289,6 +318,11 @@ class HfCheckpoint:
 
     def _read_region(self, name: str, region: Region) -> np.ndarray:
         return self.weights.stored[name].read(region)
+
+
+def _place_on_devices(values: np.ndarray, sharding: Sharding) -> jax.Array:
+    start = (0,) * values.ndim
+    return make_sharded_array(values.shape, values.dtype, sharding, lambda block: [(start, values[block])])
 
 
 def _locate_checkpoint(config: RunConfig, *, weights: bool = True) -> Path:

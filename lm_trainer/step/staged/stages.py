@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +22,7 @@ from lm_trainer.step.dispatch.mesh_group import MeshWide, Role, Signature
 from lm_trainer.step.dispatch.microbatches import Microbatch, Microbatches, MicrobatchGroup
 from lm_trainer.step.dispatch.per_group import PerGroupExecutable
 from lm_trainer.step.dispatch.program import Program
+from lm_trainer.step.staged.neighbours import Neighbours, find_neighbours
 from lm_trainer.step.staged.stage import Stage, StageLabels
 from lm_trainer.step.staged.stage_functions import SCALAR, StageFunctions
 from lm_trainer.step.staged.stage_sharing import share_stage, stream_shardings, with_group_shardings
@@ -45,15 +46,6 @@ _GRADIENT: tuple[Role, ...] = ("own", "own", "own", "shared", "own", "shared", "
 LAYERS_AT_ONCE = 2
 """Number of layers in the queue of a device, including the one being computed. Arrays take memory once they are
 queued."""
-
-
-class Neighbours(NamedTuple):
-    """Kinds of the layers around each kind of layer, which differ only where a section of layers begins or ends."""
-
-    kinds: Mapping[int, tuple[int, ...]]
-    """Most frequent neighbours of a kind of layer, as positions in `Stages.kinds`."""
-    positions: frozenset[int]
-    """Positions in `Stages.order` of the layers with these neighbours."""
 
 
 class StageCall(NamedTuple):
@@ -170,15 +162,8 @@ class Stages:
         return self._find_neighbours(-1, 1)
 
     def _find_neighbours(self, *offsets: int) -> Neighbours:
-        """Finds the layers at `offsets` from each layer; the layer below has the offset -1."""
         order = [kind for kind, _, _ in self._sequence]
-        layers = {position for position, kind in enumerate(order) if self.kinds[kind].layered}
-        surrounded = [p for p in sorted(layers) if layers.issuperset(p + offset for offset in offsets)]
-        around = {position: tuple(order[position + offset] for offset in offsets) for position in surrounded}
-        counts = Counter((order[position], kinds) for position, kinds in around.items())
-        # In ascending order, so that the most frequent neighbours of a kind of layer replace the others.
-        usual = {kind: kinds for (kind, kinds), _ in reversed(counts.most_common())}
-        return Neighbours(usual, frozenset(p for p, kinds in around.items() if usual[order[p]] == kinds))
+        return find_neighbours(order, [self.kinds[kind].layered for kind in order], *offsets)
 
     def compile_forward(self, index: int, batch: Batch, overlap: Overlap | None = None) -> MicrobatchExecutable:
         """Compiles the forward pass of one kind of stage: `(params, stream, rows, number, step, index)`.
@@ -444,7 +429,7 @@ class StagedForward:
 
 
 def _fill_shared(output: PyTree, stream: PyTree) -> PyTree:
-    """Returns the output of a stage, with the arrays of its input in place of None."""
+    """Returns the output of a stage, and the arrays of its input where the output has None."""
     return jax.tree.map(lambda new, old: old if new is None else new, output, stream, is_leaf=lambda x: x is None)
 
 
