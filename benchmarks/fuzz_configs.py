@@ -2,172 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-LENGTH = 48
-"""Number of positions of the compared rows. Windows are shorter, so that they matter."""
-VOCAB = 67
-_LONGEST = 64
-_PRETRAINED = 32
-"""Maximum sequence length before rotary positions were scaled."""
-
-Fields = dict[str, Any]
+from benchmarks.fuzz_draw import LONGEST, PRETRAINED, VOCAB, Draw, Fields
 
 
 def _rename(fields: Fields, old: str, new: str) -> Fields:
     """Returns the fields with another name for one of them."""
     return {new if name == old else name: value for name, value in fields.items()}
-
-
-class Draw:
-    """Random values of configurations.
-
-    Args:
-        seed: equal seeds draw equal configurations.
-    """
-
-    def __init__(self, seed: str):
-        self._random = random.Random(seed)
-
-    def one(self, *values: Any) -> Any:
-        """Returns one of the values."""
-        return self._random.choice(values)
-
-    def between(self, low: float, high: float) -> float:
-        """Returns a number between two bounds."""
-        return round(self._random.uniform(low, high), 3)
-
-    def subset(self, count: int) -> list[int]:
-        """Returns some of the numbers below `count`, in order."""
-        return [number for number in range(count) if self._random.random() < 0.4]
-
-    def factors(self, count: int) -> list[float]:
-        """Returns factors of LongRoPE, which grow from pair to pair."""
-        return sorted(self.between(1.0, 9.0) for _ in range(count))
-
-    def shared(self) -> Fields:
-        """Returns the fields that almost all families have."""
-        return {
-            "vocab_size": VOCAB,
-            "hidden_size": self.one(16, 24, 40),
-            "intermediate_size": self.one(20, 56),
-            "num_hidden_layers": self.one(1, 2, 3, 4),
-            "max_position_embeddings": _LONGEST,
-            "initializer_range": 0.12,
-            "rms_norm_eps": self.one(1e-6, 1e-5, 1e-2),
-            "hidden_act": self.one("silu", "gelu", "gelu_pytorch_tanh", "relu"),
-            "tie_word_embeddings": self.one(False, True),
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "pad_token_id": 0,
-        }
-
-    def heads(self, *, sized: bool = True, grouped: bool = True) -> Fields:
-        """Returns the numbers and sizes of heads, and a hidden size that they fit.
-
-        Args:
-            sized: True if the size of heads is a field of its own.
-            grouped: True if query heads may share keys and values.
-        """
-        heads = self.one(1, 2, 3, 4, 6)
-        fields: Fields = {"num_attention_heads": heads, "hidden_size": heads * self.one(4, 8, 12)}
-        if grouped:
-            fields["num_key_value_heads"] = self.one(*(n for n in range(1, heads + 1) if heads % n == 0))
-        if sized:
-            fields["head_dim"] = self.one(4, 6, 8, 16, fields["hidden_size"] // heads)
-        return fields
-
-    def rotary(self, *, scaled: bool = True, **fields: Any) -> Fields:
-        """Returns the block of rotary positions, with further fields of it."""
-        kinds = (self._default_rope,) * 2
-        kinds += (self._linear_rope, self._llama3_rope, self._yarn_rope) if scaled else ()
-        return {"rope_theta": self.one(100.0, 1e4, 5e5), **self.one(*kinds)(), **fields}
-
-    def _default_rope(self) -> Fields:
-        return {"rope_type": "default"}
-
-    def _linear_rope(self) -> Fields:
-        return {"rope_type": "linear", "factor": self.one(2.0, 4.0)}
-
-    def _llama3_rope(self) -> Fields:
-        return {
-            "rope_type": "llama3",
-            "factor": self.one(2.0, 8.0),
-            "low_freq_factor": self.one(0.5, 1.0),
-            "high_freq_factor": self.one(2.0, 4.0),
-            "original_max_position_embeddings": self.one(8, _PRETRAINED),
-        }
-
-    def _yarn_rope(self) -> Fields:
-        yarn: Fields = {
-            "rope_type": "yarn",
-            "factor": self.one(2.0, 4.0),
-            "original_max_position_embeddings": self.one(16, _PRETRAINED),
-        }
-        further: Fields = {
-            "beta_fast": self.one(8.0, 16.0),
-            "beta_slow": self.one(0.5, 2.0),
-            "attention_factor": self.between(0.5, 2.0),
-            "truncate": False,
-        }
-        return yarn | {name: further[name] for name in sorted(further) if self.one(False, False, True)}
-
-    def pattern(self, layers: int, often: str) -> list[str]:
-        """Returns kinds of layers, with full attention in every n-th layer."""
-        interval = self.one(1, 2, 3, 4)
-        return ["full_attention" if (layer + 1) % interval == 0 else often for layer in range(layers)]
-
-    def window(self) -> int:
-        """Returns the size of a window."""
-        return self.one(1, 5, 16, 40)
-
-    def experts(self, layers: int) -> Fields:
-        """Returns the fields of experts in the families of Qwen."""
-        experts = self.one(2, 4, 5)
-        return {
-            "num_experts": experts,
-            "num_experts_per_tok": self.one(1, 2, experts),
-            "moe_intermediate_size": self.one(12, 24),
-            "norm_topk_prob": self.one(False, True),
-            "mlp_only_layers": self.subset(layers),
-            "decoder_sparse_step": self.one(1, 1, 2),
-        }
-
-    def grouped_experts(self, layers: int) -> Fields:
-        """Returns the fields of experts in groups, after first layers without experts."""
-        groups, of_group = self.one(1, 2, 4), self.one(2, 3)
-        top_groups = self.one(*range(1, groups + 1))
-        return {
-            "n_routed_experts": groups * of_group,
-            "n_group": groups,
-            "topk_group": top_groups,
-            "num_experts_per_tok": self.one(*range(1, top_groups * of_group + 1)),
-            "moe_intermediate_size": self.one(12, 24),
-            "n_shared_experts": self.one(1, 2),
-            "first_k_dense_replace": self.one(*range(layers + 1)),
-            "routed_scaling_factor": self.one(1.0, 1.5),
-        }
-
-    def latent(self) -> Fields:
-        """Returns the fields of multi-head latent attention."""
-        heads = self.one(1, 2, 3, 4)
-        rope = self.rotary()
-        if rope["rope_type"] == "yarn" and "attention_factor" not in rope and self.one(False, True):
-            magnitude = self.one(0.7, 1.0)
-            rope |= {"mscale": self.one(magnitude, 1.0), "mscale_all_dim": magnitude}
-        return {
-            "num_attention_heads": heads,
-            "num_key_value_heads": heads,
-            "kv_lora_rank": self.one(6, 10),
-            "q_lora_rank": self.one(None, 14),
-            "qk_nope_head_dim": self.one(6, 8),
-            "qk_rope_head_dim": self.one(4, 8),
-            "v_head_dim": self.one(6, 8, 12),
-            "attention_bias": self.one(False, True),
-            "rope_parameters": rope,
-        }
 
 
 def _llama(draw: Draw) -> Fields:
@@ -252,7 +95,7 @@ def _phi3(draw: Draw) -> Fields:
     rope = draw.one(long, draw.rotary(partial_rotary_factor=fraction))
     return {
         **fields, "rope_parameters": rope, "sliding_window": draw.one(None, draw.window()),
-        "original_max_position_embeddings": draw.one(_PRETRAINED, _LONGEST),
+        "original_max_position_embeddings": draw.one(PRETRAINED, LONGEST),
     }  # fmt: skip
 
 
@@ -333,7 +176,7 @@ def _gpt2(draw: Draw) -> Fields:
     width = heads * draw.one(4, 6, 8)
     return {
         "vocab_size": VOCAB, "n_embd": width, "n_head": heads, "n_layer": shared["num_hidden_layers"],
-        "n_positions": _LONGEST, "n_inner": draw.one(None, width, 3 * width), "initializer_range": 0.12,
+        "n_positions": LONGEST, "n_inner": draw.one(None, width, 3 * width), "initializer_range": 0.12,
         "activation_function": draw.one("gelu_new", "gelu", "relu", "silu"),
         "layer_norm_epsilon": shared["rms_norm_eps"], "scale_attn_by_inverse_layer_idx": draw.one(False, True),
         "reorder_and_upcast_attn": draw.one(False, True), "bos_token_id": 1, "eos_token_id": 2,
@@ -344,7 +187,7 @@ def _mpt(draw: Draw) -> Fields:
     shared, heads = draw.shared(), draw.one(1, 2, 3, 6, 8)
     attention = {"clip_qkv": draw.one(None, 0.5), "softmax_scale": draw.one(None, 1.0)}
     return {
-        "vocab_size": VOCAB, "d_model": heads * draw.one(4, 6, 8), "n_heads": heads, "max_seq_len": _LONGEST,
+        "vocab_size": VOCAB, "d_model": heads * draw.one(4, 6, 8), "n_heads": heads, "max_seq_len": LONGEST,
         "n_layers": shared["num_hidden_layers"], "initializer_range": 0.12, "attn_config": attention,
         "layer_norm_epsilon": shared["rms_norm_eps"], "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
@@ -427,6 +270,34 @@ def _qwen3_next(draw: Draw) -> Fields:
     }  # fmt: skip
 
 
+def _gpt_oss(draw: Draw) -> Fields:
+    shared, experts = draw.shared(), draw.one(2, 4, 5)
+    return {
+        **shared, **draw.heads(), "rope_parameters": draw.rotary(), "hidden_act": "silu",
+        "num_local_experts": experts, "num_experts_per_tok": draw.one(*range(1, experts + 1)),
+        "sliding_window": draw.window(), "attention_bias": draw.one(False, True),
+        "layer_types": draw.pattern(shared["num_hidden_layers"], "sliding_attention"),
+        "swiglu_alpha": draw.one(1.0, 1.702), "swiglu_limit": draw.one(0.5, 7.0),
+    }  # fmt: skip
+
+
+def _granite4(draw: Draw) -> Fields:
+    granite, mamba, experts = _granite(draw), _mamba2(draw), draw.one(0, 2, 4)
+    layers = granite["num_hidden_layers"]
+    attention = draw.subset(layers)
+    heads = draw.one(2, 4)
+    return {
+        **granite, "initializer_range": 0.1, "hidden_act": "silu", "num_local_experts": experts,
+        "num_experts_per_tok": draw.one(*range(1, experts + 1)) if experts else 0,
+        "shared_intermediate_size": draw.one(20, 40), "position_embedding_type": draw.one(None, "rope"),
+        "layer_types": ["attention" if layer in attention else "mamba" for layer in range(layers)],
+        "mamba_n_heads": heads, "mamba_d_head": 2 * granite["hidden_size"] // heads,
+        "mamba_n_groups": draw.one(1, 2), "mamba_d_state": mamba["state_size"], "mamba_d_conv": mamba["conv_kernel"],
+        "mamba_chunk_size": mamba["chunk_size"], "mamba_conv_bias": mamba["use_conv_bias"],
+        "mamba_proj_bias": mamba["use_bias"],
+    }  # fmt: skip
+
+
 def _mamba2(draw: Draw) -> Fields:
     shared, groups, head_dim = draw.shared(), draw.one(1, 2), draw.one(4, 8)
     heads = groups * draw.one(2, 4)
@@ -481,6 +352,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": _family("Qwen2Moe", _qwen2_moe),
     "olmoe": _family("Olmoe", _olmoe),
     "glm4_moe": _family("Glm4Moe", _glm4_moe),
+    "gpt_oss": _family("GptOss", _gpt_oss),
+    "granite4": _family("GraniteMoeHybrid", _granite4),
     "deepseek_v3": _family("DeepseekV3", _deepseek_v3),
     "deepseek_v2": _family("DeepseekV2", _deepseek_v2),
     "minicpm3": _family("MiniCPM3", _minicpm3),

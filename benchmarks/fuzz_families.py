@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.fuzz_configs import FAMILIES, LENGTH, Draw, Fields
+from benchmarks.fuzz_configs import FAMILIES
+from benchmarks.fuzz_draw import LENGTH, Draw, Fields
 from benchmarks.setting import describe_load, describe_setting, markdown_table
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.runtime import prepare_process
@@ -132,8 +133,8 @@ def _compare_checkpoint(
     config, vocab_size = hf.config_from_hf(raw)
     params = hf.params_from_hf(config, vocab_size, tensors)
     runnable = config.model_copy(update={"scan_layers": scan, "gradient_checkpointing": False})
-    whole, cached = compute_logits(runnable, vocab_size, params, ids)
-    differences = {"logits": float(np.abs(whole - expected).max()), "cache": float(np.abs(cached - expected).max())}
+    results = dict(zip(("logits", "cache"), compute_logits(runnable, vocab_size, params, ids), strict=True))
+    differences = {name: float(np.abs(logits - expected).max()) for name, logits in results.items()}
     defects = [f"{name} differ by {value:.3g}" for name, value in differences.items() if not value <= TOLERANCE]
     exported = hf.params_to_hf(config, params)
     same = exported.keys() == tensors.keys()
@@ -157,17 +158,17 @@ def compute_logits(config: Any, vocab_size: int, params: Any, ids: np.ndarray) -
     tokens_RS = jnp.asarray(ids, jnp.int32)
     positions_RS = jnp.tile(jnp.arange(LENGTH, dtype=jnp.int32), (ROWS, 1))
 
-    def whole_and_cached(params: Any, tokens_RS: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def full_and_cached(params: Any, tokens_RS: jax.Array) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(graph, params)
-        whole_RSV = model(tokens_RS, positions_RS, jnp.zeros_like(tokens_RS))
+        full_RSV = model(tokens_RS, positions_RS, jnp.zeros_like(tokens_RS))
         cache, parts = model.init_cache(ROWS, LENGTH), []
         for part in (slice(0, LENGTH - 7), slice(LENGTH - 7, LENGTH)):
             logits_RTV, cache = model.decode(tokens_RS[:, part], positions_RS[:, part], cache)
             parts.append(logits_RTV)
-        return whole_RSV, jnp.concatenate(parts, axis=1)
+        return full_RSV, jnp.concatenate(parts, axis=1)
 
-    whole, cached = quick_jit(whole_and_cached)(params, tokens_RS)
-    return np.asarray(whole), np.asarray(cached)
+    full_RSV, cached_RSV = quick_jit(full_and_cached)(params, tokens_RS)
+    return np.asarray(full_RSV), np.asarray(cached_RSV)
 
 
 def fuzz(cases: Iterable[Case]) -> list[Outcome]:

@@ -108,6 +108,11 @@ def _print_plan(plan: "WithoutPlan", *, as_json: bool) -> None:
         f"the checkpoint of step {plan.start}" if plan.start else "the start, because there is no earlier checkpoint"
     )
     clean.echo(f"{plan.name} begins at {begins} of {plan.record.id}")
+    if not plan.config.trainer.bitwise:
+        clean.echo(
+            "note: trainer.determinism: fast promises no equal bits, so the new run is only close to one that left the "
+            "documents out from its first step"
+        )
     clean.echo("\n  ".join(["these still hold the documents, or what was learnt from them:", *plan.holds]))
 
 

@@ -121,6 +121,8 @@ def test_files_and_modules_that_a_page_names_exist(page: Path) -> None:
 
 
 FOREIGN_FILES = {
+    "convert_hf_to_gguf.py",
+    "convert_lora_to_gguf.py",
     "file.py",
     "gated.py",
     "hybrid.py",

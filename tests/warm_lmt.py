@@ -26,12 +26,16 @@ from typing import IO, Any
 READ_LATE = ("COLUMNS", "PATH", "PYTEST_CURRENT_TEST", "XLA_FLAGS")
 READ_BY_THE_HUB = ("HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "HF_HUB_DISABLE_PROGRESS_BARS")
 READ_WITH_A_BUCKET = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION")
+READ_BY_RAY = (
+    *("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_USAGE_STATS_ENABLED"),
+    *("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"),
+)
 SET_BY_IMPORTS = (
     *("TF_CPP_MIN_LOG_LEVEL", "TPU_SKIP_MDS_QUERY"),  # jax
     *("TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK"),  # torch
     *("TQDM_DISABLE", "RAY_CLIENT_MODE"),  # lm_eval, ray
 )
-IGNORED = (*READ_LATE, *READ_BY_THE_HUB, *READ_WITH_A_BUCKET, *SET_BY_IMPORTS)
+IGNORED = (*READ_LATE, *READ_BY_THE_HUB, *READ_WITH_A_BUCKET, *READ_BY_RAY, *SET_BY_IMPORTS)
 """Variables that may differ between the server and its forks: nothing reads them while it is imported, or libraries set
 them then."""
 
@@ -216,7 +220,8 @@ def main() -> None:
     from tests.compiling import keep_all_programs
 
     keep_all_programs()
-    assert "huggingface_hub" not in sys.modules, "it reads the environment while it is imported"
+    early = sys.modules.keys() & {"huggingface_hub", "ray"}
+    assert not early, f"{', '.join(early)} read the environment while they are imported"
     gc.freeze()  # or a collection in a fork would copy all pages
     gc.set_threshold(100_000, 20, 100)
     request = _Server(socket.socket(fileno=int(sys.argv[1]))).serve()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 import zstandard
-from jax._src import compilation_cache
+from jax._src import cache_key, compilation_cache
 from jax._src.compilation_cache_interface import CacheInterface
 from jax.experimental import serialize_executable
 from jaxlib import xla_client
@@ -35,12 +36,9 @@ def add_checksums_to_cached_programs() -> None:
 
     JAX itself stores none, so a flipped bit of a file could become a part of the machine code.
     """
-    from jax._src import compilation_cache
 
     def compress(executable: bytes) -> bytes:
-        if compilation_cache.zstd:  # Python 3.14 and newer
-            options = {compilation_cache.zstd.CompressionParameter.checksum_flag: 1}
-            return compilation_cache.zstd.compress(executable, options=options)
+        # All of zstd's packages, also Python 3.14's own, read such a file.
         return zstandard.ZstdCompressor(write_checksum=True).compress(executable)
 
     compilation_cache.compress_executable = compress
@@ -102,6 +100,24 @@ def configure_custom_calls(
     assert isinstance(module, ir.Module)
     # This module is the one that will be compiled, not a copy of it.
     module.operation.walk(visit)
+
+
+_hash_compile_options = cache_key._hash_serialized_compile_options
+
+
+def _hash_compile_options_without_paths(hash_obj: Any, options: Any, strip_device_assignment: bool = False) -> None:
+    options = copy.deepcopy(options)
+    options.executable_build_options.debug_options.xla_gpu_per_fusion_autotune_cache_dir = ""
+    options.executable_build_options.debug_options.xla_gpu_kernel_cache_file = ""
+    _hash_compile_options(hash_obj, options, strip_device_assignment)
+
+
+def use_keys_without_paths() -> None:
+    """Makes the keys of compiled programs independent of the directory of JAX's compilation cache.
+
+    XLA stores its kernel choices in the same directory, whose path JAX includes in the keys.
+    """
+    cache_key._hash_serialized_compile_options = _hash_compile_options_without_paths
 
 
 class ProgramStore(Protocol):

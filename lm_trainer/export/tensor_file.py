@@ -57,7 +57,22 @@ _SUMMED_BYTES = 16 << 20
 def compute_checksums(tensors: Mapping[str, np.ndarray]) -> str:
     """Returns the value of `CHECKSUMS` for the tensors of a file, which must be contiguous."""
     contents = (tensors[name].reshape(-1).view(np.uint8) for name in sorted(tensors))
-    return "".join(f"{zlib.crc32(content_N):0{_DIGITS}x}" for content_N in contents)
+    return "".join(f"{zlib.crc32(content_N.data):0{_DIGITS}x}" for content_N in contents)
+
+
+def order_metadata(path: Path) -> None:
+    """Sorts the metadata in the header of a file, which safetensors writes in random order, so that equal tensors give
+    equal bytes.
+    """
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        content = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(content) <= size
+        file.seek(8)
+        # The format pads a header with spaces.
+        file.write(content.ljust(size))
 
 
 @dataclass

@@ -18,7 +18,7 @@ from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.safe_names import path_inside
 from lm_trainer.export.mxfp4_tensor import Mxfp4Tensor, join_mxfp4
 from lm_trainer.export.nf4_files import Nf4Tensor, join_nf4
-from lm_trainer.export.tensor_file import CHECKSUMS, StoredTensor, compute_checksums, read_header
+from lm_trainer.export.tensor_file import CHECKSUMS, StoredTensor, compute_checksums, order_metadata, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -90,6 +90,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Any], *, dtype: np.dtype
         ordered = {name: np.asarray(x, dtype=dtype, order="C") for name, x in tensors.items()}
         # transformers refuses a file that does not name its framework.
         save_file(ordered, path, metadata={"format": "pt", CHECKSUMS: compute_checksums(ordered)})
+        order_metadata(path)
         # safetensors makes files readable only by their owner, regardless of the umask.
         path.chmod(mode & 0o777)
     except (SafetensorError, OSError) as error:

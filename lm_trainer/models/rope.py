@@ -3,6 +3,7 @@
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -302,6 +303,13 @@ def ropes_to_hf(rope: RopeConfig, local_theta: float) -> dict[str, Any]:
     local = {"rope_theta": local_theta, "rope_type": "default"}
     parameters = {"full_attention": shared["rope_parameters"], "sliding_attention": local}
     return {**shared, "rope_parameters": parameters, "rope_local_base_freq": local_theta}
+
+
+def without_magnitude(spec: RopeSpec) -> tuple[RopeSpec, float]:
+    """Returns a rotation that keeps the size of what it rotates, and the factor by which the given one changes it."""
+    if not isinstance(spec.scaling, YarnScaling | LongRopeScaling):
+        return spec, 1.0
+    return replace(spec, scaling=replace(spec.scaling, magnitude=1.0)), spec.scaling.magnitude
 
 
 def fraction_from_hf(hf: Mapping[str, Any], default: float, older: str = "partial_rotary_factor") -> float:

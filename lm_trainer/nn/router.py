@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lm_trainer.nn.attention_kernel import is_differentiating_twice
 from lm_trainer.nn.expert_spec import ExpertGroupsSpec, MoeSpec, RouterSpec
 from lm_trainer.parallel.collectives import axis_sum, group_sum
 
@@ -150,7 +151,8 @@ def compute_stats(spec: MoeSpec, values: RouterValues, load_params: tuple[jax.Ar
     z = jnp.sum(jnp.square(jax.nn.logsumexp(logits_ME, axis=-1, keepdims=True)) * valid_M1)
     overload = jnp.max(load_E) * (spec.num_experts / spec.top_k) * tokens
     penalty = router.balance_coef * balance + router.z_coef * z
-    for param_E in load_params:
+    # Estimates of curvature do not use the load, and forward mode cannot differentiate what reports it.
+    for param_E in () if is_differentiating_twice() else load_params:
         penalty = penalty + _report_load(param_E, jax.lax.stop_gradient(counts_E))
     return RouterStats(balance, z, overload, penalty)
 

@@ -89,11 +89,11 @@ def find_changed_metrics(record: RunRecord) -> ChangedMetrics | None:
     hashes = {step: record.read_checkpoint(step).get("chain") for step in record.checkpoint_steps()}
     last_equal, chain = record.start, record.first_chain
     for step in range(record.start + 1, max(hashes, default=0) + 1):
-        values = [record.computed.get(step, {}).get(name) for name in ("train/loss", "optim/grad_norm")]
-        if None in values or not record.covers_all_steps:
+        metrics = record.computed.get(step, {})
+        if not metrics.keys() >= {"train/loss", "optim/grad_norm"} or not record.covers_all_steps:
             return None
         try:
-            chain = extend_chain(chain, step, *values)
+            chain = extend_chain(chain, step, metrics["train/loss"], metrics["optim/grad_norm"])
         except (OverflowError, TypeError, struct.error):
             # The value is no number of 32 bits.
             chain = "changed"

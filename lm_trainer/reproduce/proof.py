@@ -69,6 +69,11 @@ def write_proof(record: RunRecord, directory: Path, key: Path, *, checkpoints: b
             f"{record.id} is a branch of {record.branch.parent}, whose steps its own record does not have; prove "
             f"{record.branch.parent}, and the branch by `lmt verify`"
         )
+    if not record.load_config(record.last).trainer.bitwise:
+        raise UserError(
+            f"{record.id} was trained with trainer.determinism: fast, which promises no bits, so others could not "
+            "recompute it; train it with elastic"
+        )
     # Read first, so that a wrong key leaves no directory.
     private = read_key(key)
     saved = {step: record.read_checkpoint(step) for step in record.checkpoint_steps()}

@@ -214,8 +214,17 @@ class RunRecord:
         return config
 
     def _load_config_file(self, file: Path, overrides: Sequence[str] = ()) -> RunConfig:
-        loaded = load(file, ["trainer.tracker=[]", *overrides], RunConfig)
-        return config_with_recorded_keys(loaded.config, loaded.data)
+        # Every checkpoint asks for its configuration, and reading a file takes a tenth of a second.
+        key = file, tuple(overrides)
+        if key not in self._configs:
+            loaded = load(file, ["trainer.tracker=[]", *overrides], RunConfig)
+            self._configs[key] = config_with_recorded_keys(loaded.config, loaded.data)
+        return self._configs[key]
+
+    @cached_property
+    def _configs(self) -> dict[tuple[Path, tuple[str, ...]], RunConfig]:
+        """Configurations that have been read, by file and overrides."""
+        return {}
 
 
 def _read_computed_metrics(file: Path) -> dict[int, dict[str, Any]]:

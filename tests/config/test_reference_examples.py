@@ -229,6 +229,8 @@ SMALL = {
         "max_eval_batches": 1,
         "max_devices": 1,
         "sample_tokens": 0,
+        "log_jaxprs": False,
+        "log_xla_hlo": False,
         "jax_compilation_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"],
     },
 }

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.export.tensor_file import StoredTensor
 from lm_trainer.export.weights import INDEX_FILE, SINGLE_FILE, Weights, parse_size, read_json, write_json, write_weights
 
 F32, BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
@@ -105,6 +106,7 @@ def test_a_flipped_bit_of_any_tensor_is_named(tmp_path: Path) -> None:
         name: x.astype(BF16).astype(F32).tobytes() for name, x in expected.items()
     }
     for name, stored in weights.stored.items():
+        assert isinstance(stored, StoredTensor)
         size = 2 * int(np.prod(stored.shape))
         for position in {stored.offset, stored.offset + size - 1} if size else ():
             # The last bit of a mantissa, which no other check can find.

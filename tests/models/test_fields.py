@@ -22,6 +22,7 @@ from lm_trainer.models import (
     Glm4Config,
     GptNeoxConfig,
     GptOssConfig,
+    Granite4Config,
     LlamaConfig,
     Mamba2Config,
     MiniCpm3Config,
@@ -135,10 +136,11 @@ def test_defaults_are_llama_2_7b():
         (Mamba2Config(), 50288, 2_702_599_680),
         (GptOssConfig(), 201088, 20_914_757_184),
         (GptOssConfig(num_layers=36, n_routed_experts=128), 201088, 116_829_156_672),
+        (Granite4Config(), 100352, 6_939_037_248),
     ],
     ids=["Mistral 7B", "Llama 3 8B", "Gemma 2 2B", "Qwen3 0.6B", "SmolLM3 3B", "StarCoder2 3B", "R7B", "GLM-4 9B",
          "Seed-OSS 36B", "nanochat d20", "MiniCPM3 4B", "DeepSeek-V3", "DeepSeek-V2 Lite", "Mamba 2 2.7B",
-         "gpt-oss 20B", "gpt-oss 120B"],
+         "gpt-oss 20B", "gpt-oss 120B", "Granite 4 H Tiny"],
 )  # fmt: skip
 def test_published_sizes(config, vocab_size, parameters):
     assert parameter_count(config.spec(vocab_size)) == parameters

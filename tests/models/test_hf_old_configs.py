@@ -14,7 +14,8 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.export.huggingface import read_hf_config
 from lm_trainer.models import hf
 from tests.models.common import change
-from tests.models.test_hf_families import LLAMA3, LONG, YARN, build, our_logits, read
+from tests.models.hf_checkpoints import LLAMA3, LONG, YARN, build, read
+from tests.models.test_hf_families import our_logits
 
 GONE = object()
 """A key that the file lacks."""

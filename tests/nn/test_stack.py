@@ -70,7 +70,8 @@ def test_parameters_are_stacked_over_the_layers_of_a_slot(name):
 def test_layers_of_a_kind_are_compiled_once():
     spec, batch = spec_of("prefix", scan=True), make_batch(2, 12, 37)
     graphdef, params = nnx.split(nnx.eval_shape(lambda: Decoder(spec, rngs=nnx.Rngs(0))), nnx.Param)
-    run = lambda p: nnx.merge(graphdef, p)(batch.tokens, batch.positions, batch.segments)  # noqa: E731
+    rows = [jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segments)]
+    run = lambda p: nnx.merge(graphdef, p)(*rows)  # noqa: E731
     loops = [eqn for eqn in jax.make_jaxpr(run)(params).eqns if eqn.primitive.name == "scan"]
     assert [loop.params["length"] for loop in loops] == [2, 3]
 

@@ -205,7 +205,9 @@ def test_git_bisect_run_finds_the_commit(copied: Path) -> None:
     commit("culprit", "lm_trainer/step/updates/update.py", "g / divisor.astype", "1.5 * g / divisor.astype")
     commit("later", "lm_trainer/nn/norm.py", "# A comment.", "# Another comment.")
     helper = "import sys; sys.argv = ['lmt', *sys.argv[1:]]; from cli.main import main; main()"
-    command = [sys.executable, "-c", helper, "bisect", "code", str(copied / "logs/run"), "--step", "4", "--code", "."]
+    # With -P, the helper is not the code of the checkout, in which it runs.
+    run = (str(copied / "logs/run"), "--step", "4", "--code", ".")
+    command = [sys.executable, "-P", "-c", helper, "bisect", "code", *run]
     git("bisect", "start", "HEAD", "HEAD~3")
     output = git("bisect", "run", *command)
     assert "culprit" in output

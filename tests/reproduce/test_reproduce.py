@@ -231,8 +231,9 @@ def test_a_flipped_digit_of_a_loss_is_found_by_the_checkpoints(copied: Path, nam
         line[name] = other
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
         changed = find_changed_metrics(RunRecord.read("run"))
+        assert changed is not None
         assert changed == ChangedMetrics(3, 4)
-        assert "the steps 3 to 4 is not what the run logged" in changed.describe(Path("logs/run"), "run")
+        assert "the steps 3 to 4 is not what the run logged" in ChangedMetrics(3, 4).describe(Path("logs/run"), "run")
     # Where not every step is logged, nothing can be said.
     file.write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] != 2))
     assert find_changed_metrics(RunRecord.read("run")) is None

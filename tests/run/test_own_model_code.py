@@ -19,7 +19,7 @@ from lm_trainer.core.tree import named_leaves
 from lm_trainer.models import AnyModel, LlamaConfig
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from lm_trainer.run.config.run_config import RunConfig, config_hash, numeric_differences, numeric_identity
-from tests.conftest import ROOT, Lmt, refused
+from tests.conftest import ROOT, Lmt, RunLmt, refused
 from tests.reproduce.conftest import on_one_device
 
 EXAMPLES = ("mlp", "gated", "hybrid")
@@ -224,7 +224,7 @@ def test_a_run_trains_gathers_layer_by_layer_and_writes(lmt: Lmt, examples: Path
         pytest.param("hybrid", marks=pytest.mark.slow),
     ],
 )
-def test_every_command_works_on_a_run(lmt: Lmt, examples: Path, name: str) -> None:
+def test_every_command_works_on_a_run(lmt: Lmt, run_lmt: RunLmt, examples: Path, name: str) -> None:
     losses = train(lmt, name, "one", "trainer.max_devices=1")
     two, four = (
         train(lmt, name, run, "trainer.gather=layer", f"trainer.max_devices={devices}")
@@ -233,13 +233,14 @@ def test_every_command_works_on_a_run(lmt: Lmt, examples: Path, name: str) -> No
     # The first run gathers the whole model: other programs, with equal results up to rounding.
     assert np.allclose(losses, two, rtol=1e-4)
     assert two == four
+    planned = run_lmt("plan", f"{name}.yaml", "--devices", "8xH100")  # which emulates devices of its own
+    assert planned.returncode == 0, planned.stderr
     with on_one_device():
         for command in (
             ("diff", "two", "four"),
             ("verify", "one"),
             ("generate", "one", "--prompt", "The", "--max-new-tokens", "3"),
             ("eval", "one"),
-            ("plan", f"{name}.yaml", "--devices", "8xH100"),
             ("report", "one"),
         ):
             outcome = lmt(*command)

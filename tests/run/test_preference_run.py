@@ -90,9 +90,18 @@ LOSSES = {
 }
 
 
+REPRESENTATIVES = ("dpo-lora", "kto")
+"""Losses of pairs and of single answers, beside a frozen base and beside a copy of the initial weights."""
+
+
 @pytest.mark.optimised
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in REPRESENTATIVES else pytest.mark.exhaustive)
+        for name in LOSSES
+    ],
+)
 def test_bits_are_the_same_on_any_number_of_devices(name: str, make_config: MakeConfig, in_tmp_path: Path) -> None:
     loss, changes = LOSSES[name]
     write_base(Path("base"), seed=0)
@@ -138,6 +147,7 @@ def test_other_programs_compute_the_same_loss(trainer: Any, make_config: MakeCon
 
 @pytest.mark.optimised
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["dpo", "dpo-lora"])
 def test_one_layer_at_a_time(name: str, make_config: MakeConfig, in_tmp_path: Path) -> None:
     """The same loss with a reference of its own and with the base of an adapter, and the same bits on two devices."""

@@ -84,15 +84,13 @@ def test_a_recipe_is_found_by_name_and_passes_the_check(lmt: Lmt, name: str) -> 
 
 SIZES_OF_OTHERS = {"llama_1b": "llama_8b", "olmo2_7b": "olmo3_7b"}
 """Recipes whose model and step are another's in other sizes."""
+EACH = [
+    pytest.param(name, marks=pytest.mark.exhaustive if name in SIZES_OF_OTHERS else pytest.mark.slow)
+    for name in RECIPES
+]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.exhaustive if name in SIZES_OF_OTHERS else pytest.mark.slow)
-        for name in RECIPES
-    ],
-)
+@pytest.mark.parametrize("name", EACH)
 def test_the_plan_fits_and_is_the_one_in_the_head(run_lmt: RunLmt, in_tmp_path: Path, name: str) -> None:
     result = run_lmt(*plan_command(name), "--json", timeout=600, cwd=in_tmp_path)
     assert result.returncode == 0, result.stderr
@@ -145,8 +143,7 @@ def scaled_down(name: str, directory: Path) -> list[Any]:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", EACH)
 def test_a_scaled_down_copy_trains(lmt: Lmt, in_tmp_path: Path, name: str) -> None:
     result = lmt("train", name, *scaled_down(name, in_tmp_path), "trainer.max_devices=2")
     assert result.returncode == 0, result.stderr

@@ -108,7 +108,8 @@ def test_a_layer_takes_the_memory_of_its_stream(make_config: MakeConfig, in_tmp_
     """The output of the encoder is held once, and not for each layer of the decoder."""
 
     def beyond_state(**layers: int) -> int:
-        memory = StepMemory(write_config(make_config, layers, gather="layer"), VOCAB, jax.devices()[:1], "gpu")
+        config = write_config(make_config, {**layers, "gradient_checkpointing": True}, gather="layer")
+        memory = StepMemory(config, VOCAB, jax.devices()[:1], "gpu")
         at_rest = ("state", "gradients", "new state")
         (phase,) = (phase for phase in memory.plan().phases if phase.name == "leave gradient")
         return sum(size for name, size in phase.parts.items() if name not in at_rest)

@@ -264,7 +264,7 @@ class OwnedUpdate:
         """Computes the update. Consumes parameters and optimizer state."""
         del curvature  # these rules use no curvature
         old = dict(zip(self._paths, jax.tree.leaves(opt_state), strict=True))
-        params, state, metrics = dict(params), dict(old), None
+        params, state, metrics, all_shared = dict(params), dict(old), None, dict[str, jax.Array]()
         for group, firsts in zip(self._groups, self._firsts, strict=True):
             weights = group.weights
             arrays = {w.name: [params[w.name], *(state[path] for path in w.own_arrays)] for w in weights}
@@ -275,12 +275,16 @@ class OwnedUpdate:
                 for rows, row_grads in wait_on_cpu(group.gather(arrays, group_grads, first)):
                     new_rows, new_shared, metrics = self._run_update(weights, rows, row_grads, shared, scalars)
                     rounds.append(new_rows)
-                    state |= new_shared
+                    all_shared |= new_shared
                 arrays = wait_on_cpu(group.scatter(arrays, rounds, first))
             for weight in weights:
                 params[weight.name] = arrays[weight.name][0]
                 state |= dict(zip(weight.own_arrays, arrays[weight.name][1:], strict=True))
         assert metrics is not None, "there are weights"
+        if self._mesh.size == 1:
+            shared_arrays = (all_shared, metrics)
+            all_shared, metrics = jax.tree.map(lambda x: join_parts(x.shape, self._everywhere, [x]), shared_arrays)
+        state |= all_shared
         return params, jax.tree.unflatten(self._structure, [state[path] for path in self._paths]), metrics
 
     def _run_update(
@@ -294,14 +298,10 @@ class OwnedUpdate:
         """Makes each device update its own rows, which are consumed."""
         arguments = (rows, grads, shared, dict(scalars))
         programs = self._compile_group(group, *arguments)
+
         if self._mesh.size == 1:
+            # Dividing and joining arrays would take longer than the update of small weights.
             return programs[0](*arguments)
-        leaves, structure = jax.tree.flatten(arguments)
-        parts = [shards_by_device(x) for x in leaves]
-        results = [
-            program(*jax.tree.unflatten(structure, [part[device] for part in parts]))
-            for program, device in zip(programs, self._devices, strict=True)
-        ]
 
         def join_results(parts: Sequence[PyTree], sharding: NamedSharding, count: int | None) -> PyTree:
             def join_array(*x: jax.Array) -> jax.Array:
@@ -310,6 +310,12 @@ class OwnedUpdate:
 
             return jax.tree.map(join_array, *parts)
 
+        leaves, structure = jax.tree.flatten(arguments)
+        parts = [shards_by_device(x) for x in leaves]
+        results = [
+            program(*jax.tree.unflatten(structure, [part[device] for part in parts]))
+            for program, device in zip(programs, self._devices, strict=True)
+        ]
         new, new_shared, metrics = zip(*results, strict=True)
         return (
             join_results(new, self._dealt, self._shards),
