@@ -16,6 +16,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.nn.attention import ForwardContext, make_context
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.init import Initializer
+from lm_trainer.nn.linear import Linear
 from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, EmbeddingSpec, MlpSpec, NormSpec
 from tests.compiling import quick_jit
 
@@ -35,6 +36,12 @@ def built(make: Callable[[], M]) -> M:
     """The module that `make` makes, with parameters that are computed under jit."""
     graphdef, _ = nnx.split(nnx.eval_shape(make))
     return nnx.merge(graphdef, jax.jit(lambda: nnx.state(make()))())
+
+
+def weight_of(linear: Linear) -> nnx.Param:
+    """The weight of a layer that is not kept in 4 bits."""
+    assert isinstance(linear.weight, nnx.Param)
+    return linear.weight
 
 
 def make_init(std: float = 1.0) -> Initializer:

@@ -10,7 +10,7 @@ import numpy as np
 from lm_trainer.nn.attention import Attention, causal_bias
 from lm_trainer.nn.spec import AttentionSpec, ScoreSpec
 from lm_trainer.nn.xla_attention import dot_product_attention
-from tests.nn.common import built, context, make_init
+from tests.nn.common import built, context, make_init, weight_of
 
 B, S, N, H = 2, 10, 3, 4
 SEGMENTS = np.array([[0] * 4 + [1] * 5 + [-1], [7] * 10], np.int32)
@@ -84,7 +84,7 @@ def test_upcast_keeps_scores_in_float32():
     for upcast in (False, True):
         spec = dataclasses.replace(SPEC, scores=ScoreSpec(upcast=upcast))
         module = built(lambda spec=spec: Attention(spec, N * H, init=make_init(2.0)))
-        module.out.weight[...] = jnp.eye(N * H).reshape(N, H, N * H)
+        weight_of(module.out)[...] = jnp.eye(N * H).reshape(N, H, N * H)
         q, k, v = (np.asarray(linear(x), np.float32) for linear in (module.q, module.k, module.v))
         exact = brute_force(q / math.sqrt(H), k, v, SEGMENTS).reshape(B, S, N * H)
         errors[upcast] = (

@@ -10,7 +10,7 @@ from flax import nnx
 from lm_trainer.nn.block import Block
 from lm_trainer.nn.mlp import Mlp
 from lm_trainer.nn.spec import BlockSpec, NormSpec
-from tests.nn.common import BLOCK, built, context, make_init
+from tests.nn.common import BLOCK, built, context, make_init, weight_of
 
 S = 6
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, S, 16)), jnp.float32)
@@ -74,7 +74,7 @@ def test_residual_dropout_needs_a_key_and_keeps_the_mean():
     # What is dropped is what a part adds, never the stream itself: half of the elements after attention are X.
     attention_only = dataclasses.replace(BLOCK, dropout=0.5)
     silent = build(attention_only)
-    down = mlp(silent).down.weight
+    down = weight_of(mlp(silent).down)
     down[...] = jnp.zeros_like(down[...])
     share = float(np.mean(np.asarray(silent(X, CONTEXT, 0, key=keys[0])[0] == X)))
     assert 0.35 < share < 0.65

@@ -10,7 +10,7 @@ import pytest
 from lm_trainer.nn.linear import ACTIVATIONS, Linear, dropout
 from lm_trainer.nn.mlp import Xielu, make_activation
 from lm_trainer.nn.spec import XieluSpec
-from tests.nn.common import make_init
+from tests.nn.common import make_init, weight_of
 
 X = np.linspace(-4, 4, 41, dtype=np.float32)
 NORMAL_CDF = np.array([0.5 * (1 + math.erf(x / math.sqrt(2))) for x in X])
@@ -53,9 +53,9 @@ def test_linear_contracts_its_trailing_inputs():
     assert linear.bias is not None
     linear.bias[...] = jnp.arange(20.0).reshape(4, 5)
     x = np.random.default_rng(0).standard_normal((6, 7, 2, 3), np.float32)
-    expected = np.einsum("xyab,abcd->xycd", x, linear.weight[...]) + np.asarray(linear.bias[...])
+    expected = np.einsum("xyab,abcd->xycd", x, weight_of(linear)[...]) + np.asarray(linear.bias[...])
     np.testing.assert_allclose(linear(jnp.asarray(x)), expected, rtol=1e-5, atol=1e-5)
-    assert linear.weight.get_metadata("logical_axes") == ("a", "b", "c", "d")
+    assert weight_of(linear).get_metadata("logical_axes") == ("a", "b", "c", "d")
     assert linear.bias.get_metadata("logical_axes") == ("c", "d")
     assert linear(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
 

@@ -14,7 +14,7 @@ from flax import nnx
 from lm_trainer.nn.expert_spec import ExpertGroupsSpec, MoeSpec, RouterSpec, SharedExpertSpec
 from lm_trainer.nn.moe import Moe
 from lm_trainer.nn.router import compute_scores, select_experts
-from tests.nn.common import built, make_init
+from tests.nn.common import built, make_init, weight_of
 
 E, K, M = 12, 3, 50
 LOGITS = np.random.default_rng(0).standard_normal((M, E)).astype(np.float32)
@@ -189,7 +189,7 @@ def test_shared_expert(gated: bool) -> None:
     x = X.astype(np.float64)
     mlp = moe.shared.mlp
     assert mlp.gate is not None
-    gate, up, down = (np.asarray(linear.weight[...], np.float64) for linear in (mlp.gate, mlp.up, mlp.down))
+    gate, up, down = (np.asarray(weight_of(linear)[...], np.float64) for linear in (mlp.gate, mlp.up, mlp.down))
     expected = (x @ gate / (1 + np.exp(-x @ gate)) * (x @ up)) @ down
     if gated:
         assert moe.shared.gate is not None
