@@ -92,7 +92,8 @@ def _phi3(draw: Draw) -> Fields:
         "long_factor": draw.factors(pairs), "partial_rotary_factor": fraction,
         **draw.one({}, {"attention_factor": draw.between(0.5, 2.0)}),
     }  # fmt: skip
-    rope = draw.one(long, draw.rotary(partial_rotary_factor=fraction))
+    # transformers has no other scaling for this family.
+    rope = draw.one(long, draw.rotary(scaled=False, partial_rotary_factor=fraction))
     return {
         **fields, "rope_parameters": rope, "sliding_window": draw.one(None, draw.window()),
         "original_max_position_embeddings": draw.one(PRETRAINED, LONGEST),
