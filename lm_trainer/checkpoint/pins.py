@@ -15,6 +15,8 @@ from lm_trainer.core.errors import MachineError
 PINS = "branches"
 """Directory of the files, relative to the checkpoint directory."""
 _PIN = re.compile(r"(\d+)-.+")
+_LIST_SECONDS = 20.0
+"""Time that a bucket has to answer: the run waits, and deletes old checkpoints later if it does not."""
 
 
 def pin_step(directory: StoragePath, step: int, branch: str) -> None:
@@ -50,7 +52,7 @@ def pinned_steps(directory: StoragePath) -> set[int] | None:
     """Returns the steps that branches need; None if a bucket does not answer."""
     if isinstance(directory, Bucket):
         try:
-            names = directory.list(PINS)
+            names = directory.list(PINS, seconds=_LIST_SECONDS)
         except MachineError:
             return None
     else:

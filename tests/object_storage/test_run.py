@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lm_trainer.checkpoint import in_bucket
+from lm_trainer.checkpoint import in_bucket, pins
 from lm_trainer.core import bucket
 from lm_trainer.core.bucket import Bucket
 from lm_trainer.run.files import bucket_mirror
@@ -179,6 +179,7 @@ def test_a_stop_signal_saves_and_a_server_that_fails_ends_the_run_at_the_next_st
 
     # What is only tried, so that no more is lost than must be, is given up sooner.
     monkeypatch.setattr(in_bucket, "_DELETE_SECONDS", 1.0)
+    monkeypatch.setattr(pins, "_LIST_SECONDS", 1.0)
     monkeypatch.setattr(bucket, "_PROBE_SECONDS", 1.0)
     monkeypatch.setattr(bucket_mirror, "_LAST_SECONDS", 1.0)
     monkeypatch.setattr(bucket_mirror, "_PUSH_INTERVAL", 1000.0)
