@@ -267,7 +267,7 @@ def _gpu_command(job: KubernetesJob, gpus: Gpus, config: str) -> tuple[list[str]
     coordinator, count, index = "$(COORDINATOR_ADDRESS)", "$(NUM_NODES)", "$(NODE)"
     if gpus.processes_per_node == 1:
         return ["lmt", "train", config, *(distributed_settings(coordinator, count, index) if env else ())], env
-    # In a container, CUDA numbers the GPUs of the pod from 0, whatever the names of their device files are.
+    # CUDA numbers the GPUs of a pod from 0. The names of the device files do not matter.
     env.append({"name": "CUDA_VISIBLE_DEVICES", "value": ",".join(map(str, range(gpus.per_node)))})
     nodes = ["--nodes", count, "--node", index, "--coordinator", coordinator] if job.pods > 1 else []
     return ["lmt", "launch", "local", config, "-n", str(gpus.processes_per_node), *nodes], env

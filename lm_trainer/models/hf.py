@@ -29,7 +29,6 @@ from lm_trainer.models.hf_table import (
 )
 from lm_trainer.nn.init import LOGICAL_AXES
 from lm_trainer.nn.router import LOAD_RATE, LoadParam
-from lm_trainer.nn.spec import DecoderSpec
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
@@ -201,28 +200,18 @@ def _shape_matches(leaf: ParamInfo | None, shape: tuple[int, ...] | None) -> boo
 def _param_info_tree(model_config: DecoderConfig, vocab_size: int) -> dict[str, Any]:
     """Returns the parameter tree with a `ParamInfo` for each array; allocates no memory."""
     model = nnx.eval_shape(lambda: model_config.build(vocab_size, rngs=nnx.Rngs(0)))
-    layers_by_slot = _layers_by_slot(model_config.spec(vocab_size))
+    layers_by_prefix = model_config.spec(vocab_size).layers_by_prefix
 
     def to_param_info(path: tuple[Any, ...], variable: nnx.Variable) -> nnx.Variable:
         in_files = not isinstance(variable, LoadParam) or variable.get_metadata(LOAD_RATE) is not None
         shape, axes, name = tuple(variable.get_value().shape), variable.get_metadata(LOGICAL_AXES), leaf_name(path)
-        layers = next((layers for slot, layers in layers_by_slot.items() if name.startswith(slot)), range(0))
+        layers = next((layers for prefix, layers in layers_by_prefix.items() if name.startswith(prefix)), range(0))
         return variable.replace(ParamInfo(shape, axes, in_files, layers))
 
     state = jax.tree_util.tree_map_with_path(
         to_param_info, nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
     return nnx.to_pure_dict(state)
-
-
-def _layers_by_slot(spec: DecoderSpec) -> dict[str, range]:
-    """Maps the prefix of the parameters of each slot to the numbers of its layers."""
-    stacks = {"": spec} if spec.encoder is None else {"": spec, "encoder.": spec.encoder_stack}
-    return {
-        f"{module}blocks.{slot}.": layers
-        for module, stack in stacks.items()
-        for slot, layers in enumerate(stack.layers_by_slot)
-    }
 
 
 def _infos_by_name(shapes: dict[str, Any]) -> dict[str, ParamInfo]:

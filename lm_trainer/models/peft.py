@@ -75,8 +75,8 @@ def adapter_to_peft(
     if not isinstance(family, HfFamily):
         raise UserError(f"a {model_config.type} model has no layers in `transformers` that could hold the adapter")
     entries = file_tensors(family, param_infos(model_config, vocab_size))
-    modules, others = [], weight_adapters_to_peft(family, entries, params)
-    tensors = others.tensors
+    modules, weight_adapters = [], weight_adapters_to_peft(family, entries, params)
+    tensors = weight_adapters.tensors
     for entry in filter(_is_linear, entries):
         pairs = [_get_adapter(part, params) for part in entry.parts]
         if any(pair is not None for pair in pairs):
@@ -85,17 +85,17 @@ def adapter_to_peft(
             a_RI, b_OR = _join_adapters(entry, pairs)
             tensors[f"base_model.model.{module.name}.lora_A.weight"] = a_RI
             tensors[f"base_model.model.{module.name}.lora_B.weight"] = b_OR
-    adapted, written = {adapted_weight_name(name) for name in params}, _written_weights(entries, others)
+    adapted, written = {adapted_weight_name(name) for name in params}, _written_weights(entries, weight_adapters)
     if missing := sorted(adapted - written):
         raise UserError(
             f"PEFT has no adapter of {missing[0]} of a {model_config.type} model; export the merged model with --merge"
         )
-    return _adapter_config(lora, modules, others, _num_layers(model_config, vocab_size), base), tensors
+    return _adapter_config(lora, modules, weight_adapters, _num_layers(model_config, vocab_size), base), tensors
 
 
-def _written_weights(entries: Sequence[FileTensor], others: WeightAdapters) -> set[str]:
+def _written_weights(entries: Sequence[FileTensor], weight_adapters: WeightAdapters) -> set[str]:
     """Returns the names of the weights whose adapters are in the file, if they have one."""
-    return others.weights | {part.path for entry in entries if _is_linear(entry) for part in entry.parts}
+    return weight_adapters.weights | {part.path for entry in entries if _is_linear(entry) for part in entry.parts}
 
 
 def _is_linear(entry: FileTensor) -> bool:
@@ -146,7 +146,7 @@ def _join_adapters(
 
 
 def _adapter_config(
-    lora: LoraConfig, modules: list[_Module], others: WeightAdapters, layers: int, base: str
+    lora: LoraConfig, modules: list[_Module], weight_adapters: WeightAdapters, layers: int, base: str
 ) -> dict[str, Any]:
     by_suffix: dict[str, list[_Module]] = {}
     for module in modules:
@@ -156,9 +156,9 @@ def _adapter_config(
         # PEFT matches the end of a name, so a name shared by all layers is written once.
         uniform = len(in_layers) == layers and len({module.parts for module in in_layers}) == 1
         names |= {in_layer: in_layers[0].parts} if uniform else {module.name: module.parts for module in in_layers}
-    joined = {name: parts for name, parts in {**names, **others.parameters}.items() if parts > 1}
-    ties = {"ensure_weight_tying": True} if others.ties else {}
-    parameters = {"target_parameters": sorted(others.parameters)} if others.parameters else {}
+    joined = {name: parts for name, parts in {**names, **weight_adapters.parameters}.items() if parts > 1}
+    ties = {"ensure_weight_tying": True} if weight_adapters.ties else {}
+    parameters = {"target_parameters": sorted(weight_adapters.parameters)} if weight_adapters.parameters else {}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -167,7 +167,7 @@ def _adapter_config(
         "lora_alpha": _compact_number(lora.alpha),
         "lora_dropout": lora.dropout,
         "use_rslora": lora.use_rslora,
-        "target_modules": sorted([*names, *others.modules]),
+        "target_modules": sorted([*names, *weight_adapters.modules]),
         "rank_pattern": {name: parts * lora.rank for name, parts in joined.items()},
         "alpha_pattern": {
             name: _compact_number(lora.alpha * _alpha_factor(lora, parts)) for name, parts in joined.items()

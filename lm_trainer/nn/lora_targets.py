@@ -70,10 +70,10 @@ def select_targets(
                 + f" There are: {', '.join(listed)}"
             )
         selected |= matched
-    if config.dropout and (others := sorted(selected & weights.keys() - {HEAD})):
+    if config.dropout and (without_input := sorted(selected & weights.keys() - {HEAD})):
         raise UserError(
-            f"adapter.dropout: an adapter of {others[0]} changes the weight itself and has no input to drop; set "
-            f"dropout to 0, or remove it from target_modules"
+            f"adapter.dropout: an adapter of {without_input[0]} changes the weight itself and has no input to drop; "
+            f"set dropout to 0, or remove it from target_modules"
         )
     return selected
 
@@ -98,5 +98,5 @@ def _matches(config: LoraConfig, pattern: str, target: str, module_names: Sequen
 def _target_names(names: Mapping[str, Sequence[str]]) -> list[str]:
     """Returns the shortest names by which a list may select the targets, our own names first."""
     own_names = [re.sub(r"^blocks\.\d+\.", "", name) for name in names]
-    alias_names = [re.sub(r"^.*?\.\d+\.", "", name) for others in names.values() for name in others[:1]]
+    alias_names = [re.sub(r"^.*?\.\d+\.", "", name) for aliases in names.values() for name in aliases[:1]]
     return list(dict.fromkeys([*own_names, *alias_names]))

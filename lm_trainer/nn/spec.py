@@ -394,3 +394,13 @@ class DecoderSpec:
         Parameters are stacked over the layers of a slot: arrays in `blocks.<slot>` have a row for each of its layers.
         """
         return tuple(layers for section in self.sections for layers in section.layers_by_slot)
+
+    @property
+    def layers_by_prefix(self) -> dict[str, range]:
+        """Numbers of the layers at each slot, by the prefix of the names of its parameters; also of an encoder."""
+        stacks = {"": self} if self.encoder is None else {"": self, "encoder.": self.encoder_stack}
+        return {
+            f"{module}blocks.{slot}.": layers
+            for module, stack in stacks.items()
+            for slot, layers in enumerate(stack.layers_by_slot)
+        }

@@ -63,9 +63,9 @@ class KeptPrograms:
         if is_lead():
             try:
                 files = sorted(self._directory.glob(f"*{_SUFFIX}"))
-                others = [] if files else _list_targets(self._directory.parent)
+                other_targets = [] if files else _list_targets(self._directory.parent)
             except OSError as error:
-                files, others = [], []
+                files, other_targets = [], []
                 notes.append(f"warning: {self._directory}: cannot be read ({error.strerror}); programs are compiled")
             owner = _find_owner(self._directory) if files else 0
             for file in files:
@@ -74,9 +74,9 @@ class KeptPrograms:
                 except (OSError, ValueError) as error:
                     reason = error.strerror if isinstance(error, OSError) else str(error)
                     notes.append(f"warning: {file}: {reason}; its program is compiled again")
-            if others:
+            if other_targets:
                 notes.append(
-                    f"warning: {self._directory.parent} has programs for {', '.join(others)}, and this is "
+                    f"warning: {self._directory.parent} has programs for {', '.join(other_targets)}, and this is "
                     f"{self._target}: programs are compiled again, and bits may differ from here on"
                 )
             self._unsent = [*self._contents]

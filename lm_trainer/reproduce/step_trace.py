@@ -15,6 +15,7 @@ import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
+from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.reproduce.record import is_bitwise_equal
 from lm_trainer.reproduce.rerun import Rerun
 from lm_trainer.reproduce.verify import find_differing_names
@@ -77,14 +78,14 @@ class Location(NamedTuple):
 
     def describe(self) -> str:
         """Returns a phrase such as `step 7, microbatch 3 (row 6 of the batch): tokens of the batch`."""
-        place = f"step {self.step}"
+        text = f"step {self.step}"
         if self.microbatch is not None:
-            place += f", microbatch {self.microbatch}"
+            text += f", microbatch {self.microbatch}"
         if self.row is not None:
-            place += f", row {self.row} of the batch"
+            text += f", row {self.row} of the batch"
         if self.layer is not None:
-            place += f", layer {self.layer}"
-        return f"{place}, {self.part}: {self.operand}"
+            text += f", layer {self.layer}"
+        return f"{text}, {self.part}: {self.operand}"
 
 
 def trace_step(rerun: Rerun) -> StepTrace:
@@ -100,7 +101,7 @@ def trace_step(rerun: Rerun) -> StepTrace:
             "with `lmt report`"
         )
     rerun.compile()
-    layers = _layers_of_params(setup)
+    layers = _layers_of_params(setup, rerun.run.config.model.spec(rerun.run.data.tokenizer.vocab_size))
     plan, state = setup.step.plans.at(rerun.state.step), rerun.state
     # A step that gathers one layer at a time has sums without the axis over layers.
     before, tap = rerun.compute_checksums(), LayerChecksums([] if setup.gathers_layers else layers)
@@ -121,13 +122,13 @@ def trace_step(rerun: Rerun) -> StepTrace:
     )
 
 
-def _layers_of_params(setup: TrainingSetup) -> dict[str, range]:
-    layered = {name: x.shape[0] for name, x in setup.model.shapes.items() if setup.model.axes[name][:1] == ("layers",)}
-    # Layers of different kinds alternate. Parameters of kind k are named `blocks.k.*`.
-    kinds = [*dict.fromkeys(name.split(".")[:2][-1] for name in layered)]
-    period = len(kinds)
-    firsts = {name: kinds.index(name.split(".")[:2][-1]) for name in layered}
-    return {name: range(firsts[name], firsts[name] + count * period, period) for name, count in layered.items()}
+def _layers_of_params(setup: TrainingSetup, spec: DecoderSpec) -> dict[str, range]:
+    return {
+        name: layers
+        for prefix, layers in spec.layers_by_prefix.items()
+        for name in setup.model.shapes
+        if name.startswith(prefix)
+    }
 
 
 def digest_rows(batch: Batch) -> dict[str, list[str]]:
@@ -246,14 +247,14 @@ def _compare_gradients(a: StepTrace, b: StepTrace) -> Location | None:
     ]
     # The derivative reaches the head first, then the layers from the last to the first, then the embedding.
     pairs.sort(key=lambda pair: (pair[0].startswith("embed"), pair[1] is not None, -(pair[1] or 0)))
-    (name, layer), others = pairs[0], [name for name, layer in pairs[1:] if layer == pairs[0][1]]
+    (name, layer), same_layer = pairs[0], [name for name, layer in pairs[1:] if layer == pairs[0][1]]
     return Location(
         a.step,
         "gradient",
         name,
         differing[0],
         layer=layer,
-        others=tuple(dict.fromkeys(others)),
+        others=tuple(dict.fromkeys(same_layer)),
         microbatches=tuple(differing),
     )
 

@@ -253,7 +253,7 @@ OF_A_PROCESS = "the compilation cache"
 
 
 READ_AS_OTHERS = ("an included file", "a tracker without a type", "several trackers, one without a type")
-"""Examples whose trainer is that of another one: what they are read as is tested above."""
+"""Examples that train as another example does. A test above checks the settings that are read from them."""
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def test_parameters_are_stacked_over_the_layers_of_a_slot(name):
     spec = spec_of(name)
     model = nnx.eval_shape(lambda: Decoder(spec, rngs=nnx.Rngs(0)))
     assert len(model.blocks) == len(spec.layers_by_slot)
+    assert [*spec.layers_by_prefix.items()] == [(f"blocks.{i}.", x) for i, x in enumerate(spec.layers_by_slot)]
     for slot, layers in enumerate(spec.layers_by_slot):
         assert {PATTERNS[name][layer] for layer in layers} == {PATTERNS[name][layers.start]}
         weight, width = model.blocks[str(slot)].mlp.up.weight, PATTERNS[name][layers.start].mlp.hidden_dim

@@ -298,7 +298,7 @@ class HfCheckpoint:
         stored = self.weights.stored[piece.tensor]
         if not isinstance(stored, Nf4Tensor):
             w = piece.read(tuple(slice(0, size) for size in piece.shape), self._read_region)
-            # In the file's order, a row per output, whatever the order of the dimensions here.
+            # Files have a row for each output; here, outputs come last.
             return quantize_matrix(w.reshape(-1, outputs).T)
         if len(piece.entry.parts) > 1:
             raise UserError(
