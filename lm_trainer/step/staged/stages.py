@@ -135,7 +135,7 @@ class Stages:
 
     @cached_property
     def _runs(self) -> list[list[int]]:
-        """Positions in `kinds` of consecutive kinds of layers, which alternate, or of one other stage."""
+        """Positions in `kinds` of consecutive kinds of layers, or of one other stage."""
         runs = list[list[int]]()
         for index, kind in enumerate(self.kinds):
             if kind.layered and self.kinds[index - 1].layered:
