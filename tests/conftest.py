@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from lm_trainer.core.runtime import available_cores
 from tests.compile_cache import open_cache, seal_cache
 from tests.compiling import compile_quickly, flags_of_processes
 from tests.warm_lmt import IGNORED, WarmLmt, WarmProcess
@@ -78,6 +79,11 @@ for _secret in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"):
 
 SLOW_FILES = pytest.StashKey[set[str]]()
 """Files below the root in which this session has collected slow tests, whichever it runs."""
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than cores for `-n auto`, because tests wait for disks, clocks and other processes."""
+    return available_cores() + 1
 
 
 @pytest.hookimpl(tryfirst=True)  # before the marker expression deselects tests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -32,14 +33,24 @@ LOADS = (".selection_bias", ".load")
 """Ends of the names of parameters that no gradient trains."""
 REPEATED = pytest.mark.exhaustive
 """For families without parts of their own, where others show the same."""
-QUICK = pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(config, id=name, marks=() if name in FEATURES else pytest.mark.slow)
-        for name, config in TINY.items()
-    ],
-)
-"""All families, those that repeat the parts of others among the slow tests."""
+OWN_GRADIENTS = ("mamba2", "qwen3_next", "deepseek_v3", "mpt", "gpt_oss", "backpack")
+"""Families with a way of mixing positions that neither of `FEATURES` has."""
+
+
+def families(slow: Sequence[str]) -> Any:
+    """Runs a test of `FEATURES` always, of the families of `slow` among the slow tests, of others if exhaustive."""
+    return pytest.mark.parametrize(
+        "config",
+        [
+            pytest.param(
+                config, id=name, marks=() if name in FEATURES else pytest.mark.slow if name in slow else REPEATED
+            )
+            for name, config in TINY.items()
+        ],
+    )
+
+
+QUICK = families([name for name in TINY if name not in WITHOUT_OWN_PARTS])
 
 
 def run(model: Decoder, tokens: Any, positions: Any, segments: Any) -> jax.Array:
@@ -134,7 +145,7 @@ def assert_seen(config: AnyModel, influence: np.ndarray, segments: np.ndarray) -
     assert (influence[allowed] > 0).all()
 
 
-@QUICK
+@families(OWN_GRADIENTS)
 def test_causal_by_gradient(config):
     """The gradient of a logit with respect to what it must not see is zero, exactly."""
     graph, weights, row = graphdef(config), params(config), tokens(1)
@@ -259,16 +270,11 @@ def test_gradient_checkpointing_keeps_less(config):
 @pytest.mark.parametrize(
     ("config", "scan"),
     [
-        pytest.param(config, scan, id=f"{name}-{scan}", marks=marks)
-        for name, config in TINY.items()
-        for scan in (False, True)
-        for marks in [
-            ()
-            if name in FEATURES and not scan
-            else REPEATED
-            if name in WITHOUT_OWN_PARTS and scan
-            else pytest.mark.slow
-        ]
+        *(pytest.param(TINY[name], False, id=f"{name}-unrolled") for name in FEATURES),
+        *(
+            pytest.param(config, True, id=name, marks=REPEATED if name in WITHOUT_OWN_PARTS else pytest.mark.slow)
+            for name, config in TINY.items()
+        ),
     ],
 )
 def test_decoding_with_a_cache_equals_the_full_forward_pass(config, scan):

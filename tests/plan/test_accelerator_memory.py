@@ -65,7 +65,6 @@ def test_a_tpu_casts_whole_layers_before_the_loop_over_them():
     assert temporary["tpu"] == temporary["gpu"] + 2 * layers
 
 
-@pytest.mark.optimised
 @pytest.mark.slow
 def test_recomputing_saves_memory_on_a_gpu_also_where_layers_are_unrolled():
     def microbatch(remat: bool) -> int:

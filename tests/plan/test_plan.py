@@ -75,7 +75,6 @@ def memory() -> StepMemory:
     )
 
 
-@pytest.mark.optimised
 @pytest.mark.slow
 def test_the_peak_is_within_a_tenth_of_what_training_holds(memory: StepMemory):
     predicted = memory.plan().peak.bytes
@@ -130,7 +129,6 @@ def test_an_estimate_layer_by_layer_has_the_parts_of_the_plan(model: dict[str, A
     }
 
 
-@pytest.mark.optimised
 @pytest.mark.slow
 @pytest.mark.parametrize("together", [None, 2])
 @pytest.mark.parametrize("precision", ["f32", "p=f32,c=bfloat16"])
@@ -144,7 +142,6 @@ def test_the_peak_layer_by_layer_is_within_a_tenth(together: int | None, precisi
     assert peak.bytes == pytest.approx(measure_live(config, jax.devices()[:2]), rel=0.1)
 
 
-@pytest.mark.optimised
 @pytest.mark.slow
 def test_the_peak_of_one_program_for_all_is_too():
     config, places = config_of({"model": LLAMA, "trainer": FAST}), jax.devices()[:2]
@@ -171,7 +168,6 @@ def test_the_largest_microbatch_fits_and_no_larger_one_does(monkeypatch: pytest.
             assert fit.next_rows is None or fit.next_bytes == peaks[fit.next_rows] > limit
 
 
-@pytest.mark.optimised
 @pytest.mark.slow
 def test_fewer_microbatches_share_a_gather_where_all_do_not_fit():
     # Activations of many long rows weigh more than the sums of gradients that wait for the next turn.
@@ -192,7 +188,6 @@ def test_fewer_microbatches_share_a_gather_where_all_do_not_fit():
     assert "DOES NOT FIT" in text
 
 
-@pytest.mark.optimised
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "devices", "settings"),
@@ -229,7 +224,6 @@ def test_the_table_says_what_is_as_good_as_it_gets():
     assert re.search(r"largest microbatch +none: the least that a step takes is .* with \d rows?; parameters", text(1))
 
 
-@pytest.mark.optimised
 @pytest.mark.slow
 def test_a_ring_plans_rows_of_128k_without_arrays_of_all_pairs():
     length, devices = 2**17, 8

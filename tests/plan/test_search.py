@@ -172,7 +172,6 @@ LLAMA = {"type": "llama", "seq_len": 256, "hidden_dim": 256, "intermediate_dim":
          "num_kv_heads": 4, "flash_attention_block_size": 64}  # fmt: skip
 
 
-@pytest.mark.optimised
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "trainer"),

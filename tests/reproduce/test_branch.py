@@ -292,7 +292,6 @@ def test_pinned_checkpoints_are_not_deleted_by_either_run(tmp_path: Path) -> Non
     assert (tmp_path / "run/1").is_dir()
 
 
-@pytest.mark.optimised
 @pytest.mark.slow
 def test_equal_bits_of_a_branch_on_other_devices(copied_from_four: Path, run_lmt: RunLmt) -> None:
     result = run_lmt("branch", "run", "--at", "3", "one")

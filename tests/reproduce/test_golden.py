@@ -225,7 +225,6 @@ def test_the_fingerprint_is_the_fingerprint_of_a_run(copied: Path) -> None:
     assert golden[-1]["fingerprint"] == next(line["fingerprint"] for line in lines if "fingerprint" in line)
 
 
-@pytest.mark.optimised
 @pytest.mark.slow
 def test_a_record_on_emulated_devices_is_checked_from_elsewhere(tmp_path: Path, run_lmt: RunLmt) -> None:
     (tmp_path / "configs").mkdir()

@@ -174,7 +174,6 @@ def test_a_run_goes_on_with_another_configuration_when_told_to(copied: Path) -> 
     assert [(part["start"], part["end"]) for part in as_json(result)["stretches"]] == [(0, 2), (2, 4), (4, 6)]
 
 
-@pytest.mark.optimised
 @pytest.mark.slow
 def test_verify_on_other_devices(copied_from_four: Path, run_lmt: RunLmt) -> None:
     result = run_lmt("verify", "run", "--segments", "2", "--seed", "0")

@@ -61,7 +61,6 @@ def train_on(config: RunConfig, devices: int) -> tuple[list[dict[str, float]], d
     return train(config, plan(config, devices))
 
 
-@pytest.mark.optimised
 @pytest.mark.slow
 def test_bits_are_the_same_on_any_number_of_devices(make_config: MakeConfig, in_tmp_path: Path) -> None:
     teacher = write_base(Path("base"), seed=0)
@@ -75,7 +74,6 @@ def test_bits_are_the_same_on_any_number_of_devices(make_config: MakeConfig, in_
         np.testing.assert_array_equal(params[f"reference.{name}"], x)
 
 
-@pytest.mark.optimised
 @pytest.mark.slow
 def test_one_layer_at_a_time(make_config: MakeConfig, in_tmp_path: Path) -> None:
     """The same loss, and the same bits on any number of devices; the teacher has no backward pass."""

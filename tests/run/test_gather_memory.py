@@ -54,7 +54,6 @@ def choose_gather(trainer: TrainerConfig, memory: Callable[[], int | None]) -> t
     return setup.step.devices.divide_microbatches(setup.step.plans.at(0)).max_terms, "".join(notes)
 
 
-@pytest.mark.optimised
 @pytest.mark.slow
 def test_as_many_microbatches_share_a_gather_as_the_memory_holds() -> None:
     two, four = planned_peak(2), planned_peak(None)
@@ -65,7 +64,6 @@ def test_as_many_microbatches_share_a_gather_as_the_memory_holds() -> None:
     assert note.endswith("with all 4 microbatches of a device together. The numbers are the same")
 
 
-@pytest.mark.optimised
 @pytest.mark.slow
 def test_nothing_is_said_where_all_fit_and_what_is_missing_where_none_does() -> None:
     assert choose_gather(CONFIG.trainer, lambda: round(planned_peak(None) / 0.94)) == (4, "")

@@ -102,7 +102,6 @@ class TestDecoder:
         metrics = first_step(plan(functools.partial(decoder, **changes), decoder_loss))
         assert drop_step_metrics(metrics) == pytest.approx(expected_values(), rel=1e-5)
 
-    @pytest.mark.optimised
     def test_the_bits_are_those_of_one_device(self) -> None:
         one, several = (plan(decoder, decoder_loss, devices=n) for n in (1, 4))
         weights = {name: np.asarray(x) for name, x in one.init().params.items()}
@@ -118,7 +117,6 @@ class TestDecoder:
         with pytest.raises(UserError, match=r"'mlp_rms' .* cannot be logged here: pipeline_axis_size is not 1"):
             program.step.compile(BATCH)
 
-    @pytest.mark.optimised
     @pytest.mark.parametrize("axes", [{}, {"context_axis_size": 2}], ids=["alone", "context"])
     def test_layers_that_are_computed_one_by_one(self, axes: dict[str, int]) -> None:
         programs = [

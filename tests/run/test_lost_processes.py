@@ -25,7 +25,6 @@ def num_lines(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
-@pytest.mark.optimised
 def test_the_launcher_goes_on_with_the_processes_that_are_left(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(
         trainer={

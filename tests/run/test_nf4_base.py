@@ -40,7 +40,6 @@ def dequantized(name: str, w: np.ndarray) -> np.ndarray:
     return np.stack([dequantize_matrix(quantize_matrix(x.T)).T for x in layers]).reshape(w.shape)
 
 
-@pytest.mark.optimised
 @pytest.mark.slow
 def test_bits_are_the_same_on_one_device_two_and_four(make_config: MakeConfig, in_tmp_path: Path) -> None:
     write_base(Path("base"), seed=0)

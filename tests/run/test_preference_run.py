@@ -94,7 +94,6 @@ REPRESENTATIVES = ("dpo-lora", "kto")
 """Losses of pairs and of single answers, beside a frozen base and beside a copy of the initial weights."""
 
 
-@pytest.mark.optimised
 @pytest.mark.parametrize(
     "name",
     [

@@ -208,7 +208,6 @@ def test_a_microbatch_may_be_shared_by_devices_of_two_processes(
 
 
 @SLOW
-@pytest.mark.optimised
 def test_turns_of_microbatches_are_the_same_in_two_processes(
     make_config: MakeConfig, train: Train, tmp_path: Path
 ) -> None:
@@ -228,7 +227,6 @@ def test_a_group_that_no_process_holds_is_refused(make_config: MakeConfig, run_g
         assert "context_axis_size=4 is a group of 4 devices, which processes of 6 devices cannot hold" in printed
 
 
-@pytest.mark.optimised
 @pytest.mark.parametrize(
     "determinism", [pytest.param("elastic", marks=SLOW), pytest.param("layerwise", marks=EXHAUSTIVE)]
 )

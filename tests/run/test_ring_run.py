@@ -39,7 +39,6 @@ CONFIG = {
 
 
 @pytest.mark.slow
-@pytest.mark.optimised
 def test_a_run_in_a_ring_resumes_on_other_devices_with_equal_bits(
     lmt: Lmt, in_tmp_path: Path, text_files: tuple[Path, Path]
 ) -> None:

@@ -54,7 +54,6 @@ def train(setup: TrainingSetup, batch: Batch, steps: int = STEPS) -> tuple[list[
 DROPOUT: dict[str, Any] = {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "scan_layers": True}
 
 
-@pytest.mark.optimised
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "trainer", "counts"),

@@ -106,8 +106,8 @@ def test_probabilities_are_those_of_the_model(lmt: Lmt) -> None:
     "setting",
     [
         (),
-        pytest.param(("trainer.determinism=layerwise",), marks=[pytest.mark.slow, pytest.mark.optimised]),
-        pytest.param(("trainer.context_axis_size=2",), marks=[pytest.mark.slow, pytest.mark.optimised]),
+        pytest.param(("trainer.determinism=layerwise",), marks=pytest.mark.slow),
+        pytest.param(("trainer.context_axis_size=2",), marks=pytest.mark.slow),
     ],
     ids=str,
 )

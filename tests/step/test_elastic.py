@@ -18,8 +18,6 @@ from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.state.train_state import to_host
 from tests.run.conftest import MakeConfig, Plain, merge
 
-pytestmark = pytest.mark.optimised
-
 SHORT: Plain = {"trainer": {"num_train_steps": 20}, "optimizer": {"learning_rate": 1e-2}}
 """Changes of the tiny run, which then learns in fewer steps."""
 
@@ -79,6 +77,7 @@ def test_one_device_and_two(make_config: MakeConfig, in_tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.optimised
 def test_one_two_and_eight_devices(make_config: MakeConfig, in_tmp_path: Path) -> None:
     """On four there are replicas below."""
     changes = {"model": {"num_layers": 2, "scan_layers": False, "gradient_checkpointing": True}}

@@ -78,7 +78,6 @@ def test_layers_are_gathered_one_by_one_inside_the_loop(remat: bool) -> None:
             assert not re.search(rf"(f32|bf16)\[{full_shape}\]", text), f"{name} is whole on a device"
 
 
-@pytest.mark.optimised
 @pytest.mark.slow
 def test_memory_does_not_grow_by_whole_layers() -> None:
     few, many = (setup(layers) for layers in (4, 12))

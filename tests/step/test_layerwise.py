@@ -115,9 +115,8 @@ def test_dropout_draws_what_it_draws_for_the_whole_model(model: dict[str, Any]) 
 
 
 @pytest.mark.slow
-@pytest.mark.optimised
 @pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=() if n == 1 else pytest.mark.slow) for n in (1, 6, 7, 11, 12, 17)]
+    "number", [pytest.param(n, marks=pytest.mark.optimised if n in (1, 7) else ()) for n in (1, 7, 6, 11, 12, 17)]
 )
 def test_bits_are_equal_on_other_meshes(number: int) -> None:
     run = draw_layerwise(number)
@@ -211,7 +210,6 @@ def test_curvature_is_that_of_the_whole_model(optimizer: str, model: dict[str, A
 
 
 @pytest.mark.slow
-@pytest.mark.optimised
 def test_a_prefix_changes_no_bit() -> None:
     """The layers of a Llama, with the first one by itself, and without a prefix."""
     scalars, grads = gradient(config_of({**LLAMA, "num_layers": 4}))

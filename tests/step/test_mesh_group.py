@@ -26,8 +26,6 @@ from lm_trainer.step.state.train_state import to_host
 from tests.conftest import lmt_environment
 from tests.step.test_layerwise import GEMMA2, GPT2, LLAMA, MIXTRAL, PREFIXED, VOCAB, config_of
 
-pytestmark = pytest.mark.optimised
-
 LAYERS = {"num_layers": 4}
 """Enough for layers with a layer on either side, two at each place of a period of two."""
 

@@ -251,7 +251,6 @@ def trained(observed: bool) -> dict[str, bytes]:
     return {name: np.asarray(x).tobytes() for name, x in state.params.items()}
 
 
-@pytest.mark.optimised
 @pytest.mark.slow
 def test_watching_changes_no_bit_of_what_is_trained():
     assert trained(observed=True) == trained(observed=False)

@@ -24,7 +24,7 @@ MIXED = {"mp": "p=f32,c=bfloat16"}
 SETTINGS = [
     "dots_no_batch",
     pytest.param(False, marks=pytest.mark.slow),
-    pytest.param("dots", marks=[pytest.mark.slow, pytest.mark.optimised]),
+    pytest.param("dots", marks=pytest.mark.slow),
     pytest.param({"save_block_internals": ["attention", "mlp"]}, marks=[pytest.mark.slow, pytest.mark.optimised]),
 ]
 
