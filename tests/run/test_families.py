@@ -1,9 +1,9 @@
 """Every family trains to the same bits on one device and on several, with dropout where it has any.
 
 Four are compared on eight devices as a run compiles them, with dropout, with experts, with latent attention and with a
-recurrence, the others on two, compiled quickly and without recomputing activations. Families without a part of their
-own are compared among the exhaustive tests, where all the others are compiled as in a run too. There, the families that
-bring most parts use eight devices, with all parameters and with those of one layer gathered at a time.
+recurrence; those with other ways of mixing positions on two, compiled quickly and without recomputing activations. All
+families are compared among the exhaustive tests, compiled as in a run. There, the families that bring most parts use
+eight devices, with all parameters and with those of one layer gathered at a time.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from lm_trainer.run.build.setup import TrainingSetup, build_setup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.state.train_state import to_host
 from tests.compiling import quick_jit
-from tests.models.common import SEQ, TINY, VOCAB, WITHOUT_OWN_PARTS, change
+from tests.models.common import SEQ, TINY, VOCAB, change
 from tests.run.conftest import MakeConfig
 
 STEPS, ROWS = 3, 8
 EIGHT = ("gpt2", "mixtral", "deepseek_v3", "mamba2")
+TWO = ("gemma3", "mpt", "backpack", "qwen3_next", "gpt_oss", "granite4", "glm4_moe")
 MOST_PARTS = (
     *("llama", "gemma3", "mpt", "backpack", "cohere2"),
     *("apertus", "deepseek_v3", "mamba2", "gpt_oss", "granite4"),
@@ -59,7 +60,7 @@ def cases() -> list[Any]:
         if name in EIGHT:
             cases.append(pytest.param(recomputing, 8, id=f"{name}-8", marks=(slow, pytest.mark.optimised)))
             continue
-        if name not in WITHOUT_OWN_PARTS:
+        if name in TWO:
             cases.append(pytest.param(model, 2, id=f"{name}-2", marks=slow))
         devices = 8 if name in MOST_PARTS else 2
         cases.append(pytest.param(recomputing, devices, id=f"{name}-{devices}-optimised", marks=optimised))

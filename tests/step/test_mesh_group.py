@@ -26,6 +26,8 @@ from lm_trainer.step.state.train_state import to_host
 from tests.conftest import lmt_environment
 from tests.step.test_layerwise import GEMMA2, GPT2, LLAMA, MIXTRAL, PREFIXED, VOCAB, config_of
 
+pytestmark = pytest.mark.optimised
+
 LAYERS = {"num_layers": 4}
 """Enough for layers with a layer on either side, two at each place of a period of two."""
 
@@ -50,16 +52,15 @@ def computing(setup: TrainingSetup) -> Any:
     return setup.step._computing  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "devices", "trainer", "reducing"),
     [
-        (LLAMA, 2, {}, 2),
-        (LLAMA, 4, {"microbatches_per_gather": 1, "mp": "p=f32,c=bfloat16"}, 2),
-        ({**GPT2, "attn_pdrop": 0.1}, 8, {}, 2),
-        (GEMMA2, 2, {}, 2),
+        pytest.param(LLAMA, 2, {}, 2, marks=pytest.mark.exhaustive),
+        pytest.param(*(LLAMA, 4, {"microbatches_per_gather": 1, "mp": "p=f32,c=bfloat16"}, 2), marks=pytest.mark.slow),
+        pytest.param({**GPT2, "attn_pdrop": 0.1}, 8, {}, 2, marks=pytest.mark.slow),
+        pytest.param(GEMMA2, 2, {}, 2, marks=pytest.mark.exhaustive),
         # One of the two layers in the middle has a neighbour at another slot.
-        (PREFIXED, 2, {}, 1),
+        pytest.param(PREFIXED, 2, {}, 1, marks=pytest.mark.slow),
     ],
 )
 def test_one_program_for_all_devices_has_the_bits_of_one_for_each(
