@@ -32,9 +32,6 @@ from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.dispatch.executable import Executable
-from lm_trainer.step.dispatch.mesh_group import dispatching_for
-from lm_trainer.step.dispatch.program import Program
-from lm_trainer.step.dispatch.recorder import Key, MeasuredProgram, measure_compiled, measure_traced
 
 pytestmark = pytest.mark.aot
 
@@ -94,25 +91,14 @@ def test_a_microbatch_is_one_program_on_every_device_and_mesh(
 ):
     devices, platform = described(target), device_platform(parse_devices(target).kind)
     config = config_for(determinism, quantization=quantization and {"type": quantization})
-    fingerprints = [fingerprint_of(name, config, mesh, platform) for mesh in (devices[:1], devices[3:], devices)]
-    assert fingerprints == [fingerprints[0]] * 3
-
-
-def fingerprint_of(name: str, config: RunConfig, devices: Sequence[Any], platform: str) -> str:
-    """The hash of one program of a step; the step's other programs are traced, because compiling them takes minutes."""
-    executables: list[Executable] = []
-
-    def measure(program: Program, key: Key, args: tuple[Any, ...]) -> MeasuredProgram:
-        if program.name != name:
-            return measure_traced(program, key, args)
-        measured, executable = measure_compiled(program, args)
-        executables.append(executable)
-        return measured
-
-    with compiling_for(platform), dispatching_for(platform):
-        build_setup(config, VOCAB, devices).rehearse(random_batch(1, LENGTH, VOCAB), platform, measure)
-    (executable,) = executables
-    return executable.fingerprint()
+    fingerprints = set()
+    for places in (devices[:1], devices[3:], devices):
+        with compiling_for(platform):
+            step = build_setup(config, VOCAB, places).step
+            compiled = step.compile(random_batch(1, LENGTH, VOCAB))
+            program = compiled if isinstance(compiled, Executable) else compiled.by_name[name]
+            fingerprints.add(program.fingerprint())
+    assert len(fingerprints) == 1
 
 
 def test_what_is_compiled_for_another_chip_than_the_first_checks_where_it_runs():
