@@ -81,6 +81,11 @@ SLOW_FILES = pytest.StashKey[set[str]]()
 """Files below the root in which this session has collected slow tests, whichever it runs."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help_text = "compile the programs of all tests as a run does, not only those of tests that are marked `optimised`"
+    parser.addoption("--optimised", action="store_true", help=help_text)
+
+
 def pytest_xdist_auto_num_workers() -> int:
     """One worker more than cores for `-n auto`, because tests wait for disks, clocks and other processes."""
     return available_cores() + 1
@@ -113,7 +118,7 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Lets XLA optimise what tests that are marked `optimised` compile, and saves the time in all others."""
-    optimised = any(item.get_closest_marker(name) for name in OPTIMISED)
+    optimised = item.config.getoption("--optimised") or any(item.get_closest_marker(name) for name in OPTIMISED)
     compile_quickly(not optimised)
 
 

@@ -193,9 +193,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
                                   "original_max_position_embeddings": 64}},
 }  # fmt: skip
 """The fields of published config.json files as transformers 4 wrote them, with the sizes of a tiny model."""
+QUICK = ("Phi-4-mini", "SmolLM3", "Granite 3", "Command R7B", "GLM-4", "Apertus", "Kimi K2")
+"""Those that are compared in every run of the tests; the others among the slow ones."""
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PUBLISHED]
+)
 def test_a_published_file_computes_what_transformers_computes(tmp_path: Path, name: str) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     raw = {**_SIZES, **PUBLISHED[name]}

@@ -81,7 +81,7 @@ def train(devices: int, liar: LyingDevice | None = None, mismatch: str = "stop",
     ("devices", "options"),
     [
         (1, {}),
-        (2, {"gather": "model"}),
+        pytest.param(2, {"gather": "model"}, marks=pytest.mark.slow),
         pytest.param(2, {}, marks=pytest.mark.slow),
         pytest.param(4, {}, marks=pytest.mark.slow),
         pytest.param(3, {}, marks=pytest.mark.slow),
@@ -121,6 +121,7 @@ def test_the_device_that_lies_is_named(options: dict[str, Any], lies: Lies) -> N
     json.dumps(mismatch.as_dict())
 
 
+@pytest.mark.slow
 def test_with_two_devices_one_that_does_not_repeat_is_named_and_otherwise_both() -> None:
     outcome = train(2, LyingDevice(1, once(0)), elastic_shards=2)
     assert (outcome.mismatches[0].wrong, outcome.mismatches[0].decided) == ([1], True)
@@ -138,6 +139,7 @@ def test_with_two_devices_one_that_does_not_repeat_is_named_and_otherwise_both()
     assert "one of them is wrong" in outcome.stopped
 
 
+@pytest.mark.slow
 def test_a_single_device_finds_what_it_does_not_repeat() -> None:
     outcome = train(1, LyingDevice(0, once(0)), elastic_shards=1)
     assert (outcome.mismatches[0].wrong, outcome.mismatches[0].decided) == ([0], True)
@@ -231,6 +233,7 @@ def test_processes_check_one_another(tmp_path: Path, run_lmt: RunLmt) -> None:
     assert run_lmt("diff", "one", "three").returncode == 0
 
 
+@pytest.mark.slow
 def test_the_burn_in_names_the_device_that_differs(lmt: Lmt) -> None:
     config = write_config(Path.cwd(), trainer={"max_devices": 3, "elastic_shards": 3, "train_batch_size": 6})
     command = ("bench", "hardware", config, "--minutes", "0", "--json")

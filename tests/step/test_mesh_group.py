@@ -151,6 +151,7 @@ def test_a_computation_that_is_compiled_otherwise_in_one_program_gets_one_for_ea
     assert isinstance(computing(setup), DeviceGroups)
 
 
+@pytest.mark.slow
 def test_exchanges_that_change_the_computation_run_by_themselves(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
