@@ -91,6 +91,8 @@ class RunPlan:
     """Number of rows of a microbatch. With `determinism: fast` and per_device_parallelism -1, all rows of a device."""
     microbatches: int
     """Number of microbatches in the largest step, over all devices."""
+    microbatches_per_gather: int | None
+    """Number of microbatches of a device that share a gather, if the run chooses fewer than all by itself."""
     memory: MemoryPlan
     """Memory of one device."""
     budget: Budget | None
@@ -165,7 +167,14 @@ def plan_run(
         counted = own_compiler and jax.default_backend() == "gpu"
         workspace = AttentionWorkspace.of(config, vocab_size, group.kind, "" if counted else backend, axes)
         memory = StepMemory(config, vocab_size, devices, platform, Correction(growing, workspace))
-        planned = memory.plan()
+        memory.plan()
+    # With the compiler of the devices, each size would take minutes.
+    fit = None if limit is None or own_compiler else find_fitting_microbatch(memory, limit.bytes, memory.rows)
+    together = None if fit is None else _chosen_group_size(fit, memory, platform)
+    if together is not None:
+        memory = memory.with_gather(together)
+        chosen_trainer = trainer.model_copy(update={"microbatches_per_gather": together})
+        planned_config = planned_config.model_copy(update={"trainer": chosen_trainer})
     plan, mesh, spec = memory.largest_step(), memory.setup.sharding.mesh, config.model.spec(vocab_size)
     flops = training_flops(flops_per_token(spec, config.model.seq_len), memory.setup.model, config.loss)
     flops += teacher_flops(config, vocab_size)
@@ -198,10 +207,10 @@ def plan_run(
         dtype=trainer.mp.compute,
         rows=rows,
         microbatches=microbatches,
-        memory=planned,
+        microbatches_per_gather=together,
+        memory=memory.plan(),
         budget=limit,
-        # With the compiler of the devices, each size would take minutes.
-        fit=None if limit is None or own_compiler else find_fitting_microbatch(memory, limit.bytes, rows),
+        fit=fit,
         work=work,
         time=training_time(work, group, trainer, layout=layout, mfu=assumptions.mfu, price=assumptions.price),
         assumed=assumed,
@@ -210,6 +219,15 @@ def plan_run(
         ring=_plan_ring(config, vocab_size, rows, flops) if backend == "ring" else None,
         compiled=_compile_step(memory, work, group, devices) if own_compiler else None,
     )
+
+
+def _chosen_group_size(fit: MicrobatchFit, memory: StepMemory, platform: str) -> int | None:
+    """Returns the number of microbatches for a gather that a run chooses by itself: see `run/build/gather_memory.py`.
+
+    None if all of a device fit, if the number is configured, or if another size of a microbatch is needed.
+    """
+    chooses = memory.config.trainer.microbatches_per_gather is None and platform != "cpu"
+    return fit.together if chooses and fit.rows == memory.rows else None
 
 
 def _compile_step(memory: StepMemory, work: RunWork, group: DeviceGroup, devices: Sequence[Any]) -> CompiledStep:

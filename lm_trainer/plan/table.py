@@ -48,6 +48,9 @@ def _plan_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield "devices", f"{plan.devices.count} x {plan.devices.kind}" + (f": {axes}" if axes else "")
     yield "model", f"{plan.num_params:,} parameters with a vocabulary of {plan.vocab_size:,}, in {plan.dtype}"
     yield "microbatch", f"{format_count(plan.rows, 'row')}, {format_count(plan.microbatches, 'microbatch')} in a step"
+    if (together := plan.microbatches_per_gather) is not None:
+        chosen = f"{format_count(together, 'microbatch')} of a device at a time"
+        yield "gather of a layer", f"for {chosen}, which a run on these devices chooses by itself: all do not fit"
     yield "state, per device", ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.state.items())
     for phase in memory.phases:
         # Counters of steps and layers are too small to be listed.
@@ -180,8 +183,8 @@ def _describe_largest_microbatch(plan: RunPlan) -> str:
         return f"none: the least that a step takes is {format_bytes(fit.bytes)}, with {rows}; {_memory_advice(plan)}"
     gather_setting = "" if fit.together is None else f" trainer.microbatches_per_gather={fit.together}"
     if gather_setting and fit.rows == plan.rows:
-        alone = "the same numbers; where the key is left out, a run on GPUs or TPUs does so by itself"
-        return f"{format_count(plan.rows, 'row')}, as it is, {format_bytes(fit.bytes)} with{gather_setting} ({alone})"
+        rows = f"{format_count(plan.rows, 'row')}, as it is"
+        return f"{rows}, {format_bytes(fit.bytes)} with{gather_setting} (the same numbers)"
     above = (
         ""
         if fit.next_rows is None

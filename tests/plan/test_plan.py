@@ -181,10 +181,16 @@ def test_fewer_microbatches_share_a_gather_where_all_do_not_fit():
     plan = plan_run(config, parse_devices("2xH100"), devices, Assumptions(vocab_size=VOCAB, memory=peaks[4]))
     assert plan.fit is not None
     assert (plan.fit.rows, plan.fit.together, plan.fit.bytes) == (1, 4, peaks[4])
+    # A run on GPUs chooses these 4 by itself, so they are planned.
+    assert plan.microbatches_per_gather == 4
+    assert plan.memory.peak.bytes == peaks[4]
     text = "\n".join(plan_lines(plan))
-    assert re.search(
-        r"1 row, as it is, .* with trainer.microbatches_per_gather=4 \(the same numbers; .* by itself\)", text
-    )
+    assert "for 4 microbatches of a device at a time, which a run on these devices chooses by itself" in text
+    assert "DOES NOT FIT" not in text
+    configured = config.model_copy(update={"trainer": config.trainer.model_copy(update={"microbatches_per_gather": 8})})
+    plan = plan_run(configured, parse_devices("2xH100"), devices, Assumptions(vocab_size=VOCAB, memory=peaks[4]))
+    text = "\n".join(plan_lines(plan))
+    assert re.search(r"1 row, as it is, .* with trainer.microbatches_per_gather=4 \(the same numbers\)", text)
     assert "DOES NOT FIT" in text
 
 
