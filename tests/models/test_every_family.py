@@ -270,7 +270,10 @@ def test_gradient_checkpointing_keeps_less(config):
 @pytest.mark.parametrize(
     ("config", "scan"),
     [
-        *(pytest.param(TINY[name], False, id=f"{name}-unrolled") for name in FEATURES),
+        *(
+            pytest.param(config, False, id=f"{name}-unrolled", marks=() if name in FEATURES else REPEATED)
+            for name, config in TINY.items()
+        ),
         *(
             pytest.param(config, True, id=name, marks=REPEATED if name in WITHOUT_OWN_PARTS else pytest.mark.slow)
             for name, config in TINY.items()
