@@ -86,6 +86,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--optimised", action="store_true", help=help_text)
 
 
+@pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
 def pytest_xdist_auto_num_workers() -> int:
     """One worker more than cores for `-n auto`, because tests wait for disks, clocks and other processes."""
     return available_cores() + 1
@@ -117,7 +118,7 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Lets XLA optimise what tests that are marked `optimised` compile, and saves the time in all others."""
+    """Lets LLVM optimise what tests that are marked `optimised` compile, and saves the time in all others."""
     optimised = item.config.getoption("--optimised") or any(item.get_closest_marker(name) for name in OPTIMISED)
     compile_quickly(not optimised)
 

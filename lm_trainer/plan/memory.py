@@ -100,6 +100,7 @@ class StepMemory:
         self.programs = MeasuredPrograms() if programs is None else programs
         self._row: Batch = random_batch(1, config.model.seq_len, vocab_size, config.model.features_shape)
         self._records = dict[int, StepRecord]()
+        self._by_gather = dict[int, StepMemory]()
 
     def _build(self, trainer: TrainerConfig) -> TrainingSetup:
         """Returns a training setup that is only rehearsed and never runs."""
@@ -145,9 +146,13 @@ class StepMemory:
 
     def with_gather(self, microbatches_per_gather: int) -> StepMemory:
         """Returns the memory of the same step with another value of `trainer.microbatches_per_gather`."""
-        trainer = self.config.trainer.model_copy(update={"microbatches_per_gather": microbatches_per_gather})
-        config = self.config.model_copy(update={"trainer": trainer})
-        return StepMemory(config, self._vocab_size, self._devices, self._platform, self._correction, self.programs)
+        if microbatches_per_gather not in self._by_gather:
+            trainer = self.config.trainer.model_copy(update={"microbatches_per_gather": microbatches_per_gather})
+            config = self.config.model_copy(update={"trainer": trainer})
+            self._by_gather[microbatches_per_gather] = StepMemory(
+                config, self._vocab_size, self._devices, self._platform, self._correction, self.programs
+            )
+        return self._by_gather[microbatches_per_gather]
 
     def largest_step(self, rows: int | None = None) -> MicrobatchPlan:
         """Returns the division of the run's batch with the highest memory; `rows` as for `step_record`."""

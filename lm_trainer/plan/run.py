@@ -29,7 +29,6 @@ from lm_trainer.profile.devices import device_bandwidths, device_platform
 from lm_trainer.profile.flops import flops_per_token, parameter_count, ring_score_fraction
 from lm_trainer.profile.network import Network
 from lm_trainer.run.build.model import teacher_flops
-from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.weights.adapters import training_flops
@@ -167,14 +166,12 @@ def plan_run(
         counted = own_compiler and jax.default_backend() == "gpu"
         workspace = AttentionWorkspace.of(config, vocab_size, group.kind, "" if counted else backend, axes)
         memory = StepMemory(config, vocab_size, devices, platform, Correction(growing, workspace))
-        memory.plan()
+        memory.plan()  # compiles the programs, for the platform of this context
     # With the compiler of the devices, each size would take minutes.
     fit = None if limit is None or own_compiler else find_fitting_microbatch(memory, limit.bytes, memory.rows)
     together = None if fit is None else _chosen_group_size(fit, memory, platform)
     if together is not None:
         memory = memory.with_gather(together)
-        chosen_trainer = trainer.model_copy(update={"microbatches_per_gather": together})
-        planned_config = planned_config.model_copy(update={"trainer": chosen_trainer})
     plan, mesh, spec = memory.largest_step(), memory.setup.sharding.mesh, config.model.spec(vocab_size)
     flops = training_flops(flops_per_token(spec, config.model.seq_len), memory.setup.model, config.loss)
     flops += teacher_flops(config, vocab_size)
@@ -190,8 +187,8 @@ def plan_run(
         microbatches = batch_shards(mesh)
     params = count_device_params(memory.setup.model, memory.setup.sharding, mesh)
     layout = describe_layout(
-        # Without the changes for the local compiler, which concern memory.
-        with_resolved_gather(planned_config, vocab_size),
+        # Without the changes of the model for the local compiler, which concern memory.
+        planned_config.model_copy(update={"trainer": memory.config.trainer}),
         PlannedModel(planned_config.model.spec(vocab_size), backend, flops),
         MicrobatchPlan(plan.batch_size, microbatches, rows),
         mesh,

@@ -209,7 +209,7 @@ def products(hlo: str) -> Iterator[tuple[str, set[str]]]:
 
 
 class SomePrograms(MeasuredPrograms):
-    """Programs of which only those of these names are compiled, which takes ten seconds each; the others are traced."""
+    """Compiles only the programs with these names, because each takes ten seconds, and traces the others."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()

@@ -56,7 +56,7 @@ def computing(setup: TrainingSetup) -> Any:
     ("model", "devices", "trainer", "reducing"),
     [
         pytest.param(LLAMA, 2, {}, 2, marks=pytest.mark.exhaustive),
-        pytest.param(*(LLAMA, 4, {"microbatches_per_gather": 1, "mp": "p=f32,c=bfloat16"}, 2), marks=pytest.mark.slow),
+        pytest.param(LLAMA, 4, {"microbatches_per_gather": 1, "mp": "p=f32,c=bfloat16"}, 2, marks=pytest.mark.slow),
         pytest.param({**GPT2, "attn_pdrop": 0.1}, 8, {}, 2, marks=pytest.mark.slow),
         pytest.param(GEMMA2, 2, {}, 2, marks=pytest.mark.exhaustive),
         # One of the two layers in the middle has a neighbour at another slot.
