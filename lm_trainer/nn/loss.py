@@ -194,14 +194,15 @@ def _token_sums(
     logits are neither saved nor recomputed. Otherwise only the sums are computed. Products are in the dtype of `h_ND`
     and logits in float32; the gradient of `w_VD` is summed in float32 over the blocks.
     """
-    blocks = _split_blocks(h_ND, targets_N, weights_N, settings)
+    # Cast once here, instead of in every block.
+    blocks, cast_VD = _split_blocks(h_ND, targets_N, weights_N, settings), w_VD.astype(h_ND.dtype)
 
     def body(totals: TokenSums, block: _Block) -> tuple[TokenSums, None]:
         h_CD, targets_C, weights_C = block
-        softmax = _softmax(h_CD, w_VD, targets_C, settings.softcap)
+        softmax = _softmax(h_CD, cast_VD, targets_C, settings.softcap)
         return _add_weighted(totals, softmax.token_terms(settings.terms), weights_C), None
 
-    return _scan_blocks(body, _zero_sums(settings.terms), blocks, w_VD)[0]
+    return _scan_blocks(body, _zero_sums(settings.terms), blocks, cast_VD)[0]
 
 
 class _Softmax(NamedTuple):
@@ -279,7 +280,6 @@ def _add_weighted(totals: TokenSums, tokens: TokenSums, weights_C: jax.Array) ->
 def _forward(
     h_ND: jax.Array, w_VD: jax.Array, targets_N: jax.Array, weights_N: jax.Array, settings: _Settings
 ) -> tuple[TokenSums, tuple[jax.Array, jax.Array, jax.Array]]:
-    # Cast once here, instead of in every block.
     blocks, terms = _split_blocks(h_ND, targets_N, weights_N, settings), settings.terms
     cast_VD = w_VD.astype(h_ND.dtype)
 
@@ -302,7 +302,7 @@ def _forward(
 
     shape = w_VD.shape if settings.parts == 1 else (settings.parts, *w_VD.shape)
     zero = (_zero_sums(terms), jnp.zeros(shape, jnp.float32))
-    (totals, dw), (dh, loss) = _scan_blocks(body, zero, blocks, w_VD)
+    (totals, dw), (dh, loss) = _scan_blocks(body, zero, blocks, cast_VD)
     dw_VD = dw if settings.parts == 1 else jnp.sum(dw, axis=0)
     dh_ND, loss_N = (_merge_blocks(x, h_ND.shape[0], settings.parts) for x in (dh, loss))
     return totals, (dh_ND, dw_VD.astype(w_VD.dtype), loss_N)

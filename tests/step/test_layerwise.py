@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.typing import DTypeLike
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
@@ -20,7 +21,7 @@ from lm_trainer.run.build.model import loss_function
 from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.staged.hutchinson import rademacher_row
-from lm_trainer.step.staged.split_loss import find_read_dtypes
+from lm_trainer.step.staged.read_dtypes import find_read_dtypes, find_value_dtypes
 from lm_trainer.step.staged.stage_functions import StageFunctions
 from lm_trainer.step.state.train_state import to_host
 from tests.step.random_runs import RandomRun, batches, difference, draw_layerwise
@@ -279,6 +280,31 @@ def test_a_parameter_that_is_only_cast_is_gathered_in_the_narrower_dtype() -> No
         "read": jnp.float32,
         "widened": jnp.bfloat16,
     }
+
+
+def test_a_table_is_gathered_in_the_dtype_of_its_rows_and_not_for_its_gradient() -> None:
+    table, ids = {"table": jax.ShapeDtypeStruct((10, 2), jnp.float32)}, jax.ShapeDtypeStruct((3,), jnp.int32)
+
+    def look_up(params: dict[str, jax.Array], ids: jax.Array, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
+        return jnp.take(params["table"], ids, axis=0, mode="fill").astype(dtype)
+
+    def gradient(params: dict[str, jax.Array], ids: jax.Array) -> dict[str, jax.Array]:
+        rows, vjp = jax.vjp(lambda params: look_up(params, ids), params)
+        return vjp(jnp.ones_like(rows))[0]
+
+    def squared(params: dict[str, jax.Array], ids: jax.Array) -> jax.Array:
+        return look_up(params, ids, jnp.float32) ** 2
+
+    def blockwise(params: dict[str, jax.Array], ids: jax.Array) -> jax.Array:
+        def add(total: jax.Array, block: jax.Array) -> tuple[jax.Array, None]:
+            return total + params["table"].astype(jnp.bfloat16)[block].sum(), None
+
+        return jax.lax.scan(add, jnp.bfloat16(0), ids)[0]
+
+    assert find_value_dtypes(look_up, table, ids) == {"table": jnp.bfloat16}
+    assert find_value_dtypes(gradient, table, ids) == {}
+    assert find_value_dtypes(squared, table, ids) == {"table": jnp.float32}
+    assert find_value_dtypes(blockwise, table, ids) == {"table": jnp.bfloat16}
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,8 @@ class Hutchinson:
             primals, tangents = (params, pair.value, d_pair.value), (signs, pair.tangent, d_pair.tangent)
             values, along = jvp_of_gradient(function, primals, tangents)
             d_input = None if stream is None else StreamPair(values[0], along[0])
+            # The gradient of a table of embeddings, for example, does not read the table.
+            signs = self._draw_signs(stage, along[1], step, index, number)
             return d_input, _multiply_by_signs(signs, along[1])
 
         return replace(stage, forward=stage.forward and forward, gradient=gradient)
@@ -98,15 +100,17 @@ class Hutchinson:
     def _draw_signs(
         self, stage: StageFunctions, params: Params, step: jax.Array, index: jax.Array, number: jax.Array | None
     ) -> Params:
-        """Draws the signs of the parameters that a stage reads; for layer `number`, the same as `hutchinson` draws."""
+        """Draws signs for parameters of a stage, in the dtypes of `params`; for layer `number`, the same as
+        `hutchinson` draws.
+        """
         key = self.loss.microbatch_key(step, index)
         assert key is not None
-        shapes = self.loss.model.shapes
+        shapes = {name: x.shape for name, x in self.loss.model.shapes.items()}
         keys = dict(zip(shapes, sign_keys(key, len(shapes)), strict=True))
         if number is None or stage.layers is None:
-            return {name: jax.random.rademacher(keys[name], x.shape, x.dtype) for name, x in params.items()}
+            return {name: jax.random.rademacher(keys[name], shapes[name], x.dtype) for name, x in params.items()}
         row = stage.row_of(number)
-        return {name: rademacher_row(keys[name], shapes[name].shape, row, x.dtype) for name, x in params.items()}
+        return {name: rademacher_row(keys[name], shapes[name], row, x.dtype) for name, x in params.items()}
 
 
 def rademacher_row(key: jax.Array, shape: tuple[int, ...], row: jax.Array, dtype: DTypeLike) -> jax.Array:

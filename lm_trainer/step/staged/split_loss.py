@@ -6,14 +6,13 @@ with the embedding of the other layers, which pass it on as a part of the stream
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import JaxprEqn, Var
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.jax_types import PyTree
@@ -23,6 +22,7 @@ from lm_trainer.parallel.collectives import device_key
 from lm_trainer.step.loss.gradient import Sums, validate_loss
 from lm_trainer.step.loss.logged import logged_shapes, with_logged_values
 from lm_trainer.step.staged.logged_stages import LoggedStack, LoggedStages
+from lm_trainer.step.staged.read_dtypes import find_read_dtypes, find_value_dtypes
 from lm_trainer.step.staged.saving_layer import SavingLayer
 from lm_trainer.step.staged.stage_functions import SCALAR, StageFunctions
 from lm_trainer.step.state.model_def import ModelDef, Params
@@ -34,11 +34,23 @@ Forward = Callable[..., Stream]
 """`forward(params, stream, batch, number, step, index)` returns the output of a stage."""
 
 
-class StackReads(NamedTuple):
-    """Parameters that the stages of a stack read: name -> dtype in which the parameter is passed."""
+ReadDtypes = dict[str, "DTypeLike"]
+"""Name of each parameter that a stage reads -> dtype in which it is passed."""
 
-    embed: dict[str, DTypeLike]
-    layers: list[dict[str, DTypeLike]]
+
+class StageReads(NamedTuple):
+    """Parameters that a stage other than a layer reads."""
+
+    forward: ReadDtypes
+    gradient: ReadDtypes | None
+    """Parameters for the backward pass; None if nothing is trained."""
+
+
+class StackReads(NamedTuple):
+    """Parameters that the stages of a stack read."""
+
+    embed: StageReads
+    layers: list[ReadDtypes]
     """Parameters for each kind of layer."""
     stream: Stream
     """Shapes of the values that are passed from layer to layer for a microbatch."""
@@ -48,7 +60,7 @@ class Reads(NamedTuple):
     """Parameters that each stage reads."""
 
     stacks: list[StackReads]
-    head: dict[str, DTypeLike]
+    head: StageReads
 
 
 @dataclass(frozen=True)
@@ -76,9 +88,9 @@ class SplitLoss:
         for index, of_stack in enumerate(reads.stacks):
             stages += self._stages_of_stack(index, of_stack, logged, saves=saves)
         head = self._make_head(logged)
-        gradient = self._make_head_gradient(head)
+        gradient = self._complete_params(self._make_head_gradient(head), reads.head.forward)
         shared = self.loss.memory is not None
-        return [*stages, StageFunctions("leave", reads.head, gradient=gradient, losses=head, shares_input=shared)]
+        return [*stages, StageFunctions("leave", *reads.head, None, gradient, head, shares_input=shared)]
 
     def _stages_of_stack(
         self, index: int, reads: StackReads, logged: LoggedStages | None, *, saves: bool
@@ -87,7 +99,8 @@ class SplitLoss:
         prefix = f"{stack.name} " if isinstance(stack, MemoryStack) else ""
         shared = self.loss.memory is not None and stack is self.loss
         embed = self._make_embed(index, logged)
-        yield StageFunctions(f"{prefix}enter", reads.embed, _without_residuals(embed), self._make_gradient(embed))
+        gradient = self._complete_params(self._make_gradient(embed), reads.embed.forward)
+        yield StageFunctions(f"{prefix}enter", *reads.embed, _without_residuals(embed), gradient)
         for kind, (names, layers) in enumerate(zip(reads.layers, stack.layers_by_kind, strict=True)):
             if saves and stack.saving_layer is not None:
                 saving = SavingLayer(self._make_layer(index, kind, stack.saving_layer, logged), self.trainable)
@@ -95,7 +108,8 @@ class SplitLoss:
             else:
                 layer = self._make_layer(index, kind, stack.layer, logged)
                 forward, gradient = _without_residuals(layer, memory=False), self._make_gradient(layer)
-            yield StageFunctions(f"{prefix}layer {kind}", names, forward, gradient, layers=layers, shares_input=shared)
+            name = f"{prefix}layer {kind}"
+            yield StageFunctions(name, names, None, forward, gradient, layers=layers, shares_input=shared)
 
     def find_reads(self, batch: Batch) -> Reads:
         """Traces the stages to find the parameters that each of them reads; `batch` has the shapes of a microbatch."""
@@ -103,9 +117,12 @@ class SplitLoss:
         outside_layers = {name: x for name, x in shapes.items() if not name.startswith(prefixes)}
         arguments, stream, stacks = (batch, None, SCALAR, SCALAR), None, list[StackReads]()
         for index, stack in enumerate(self.loss.stacks):
-            embed = self._make_embed(index)
-            first = find_read_dtypes(embed, outside_layers, stream, *arguments)
-            stream = jax.eval_shape(embed, _shapes_with_dtypes(shapes, first), stream, *arguments)
+            embed, before = self._make_embed(index), stream
+            stream = jax.eval_shape(embed, outside_layers, before, *arguments)
+            # What is logged is a result too.
+            forward = find_value_dtypes(with_logged_values(embed), outside_layers, before, *arguments)
+            backward = (before, (), batch, None, stream, SCALAR, SCALAR)
+            first = self._find_gradient_reads(forward, self._make_gradient(embed), outside_layers, *backward)
             layers = []
             for kind, prefix in enumerate(stack.layers):
                 of_layer = {
@@ -114,7 +131,44 @@ class SplitLoss:
                 layer = self._make_layer(index, kind, stack.layer)
                 layers.append(find_read_dtypes(layer, of_layer, stream, batch, SCALAR, SCALAR, SCALAR))
             stacks.append(StackReads(first, layers, stream))
-        return Reads(stacks, find_read_dtypes(self._make_head(), outside_layers, stream, *arguments))
+        head, backward = self._make_head(), (stream, (), batch, None, None, SCALAR, SCALAR)
+
+        def head_with_values(*args: PyTree) -> dict[str, PyTree]:
+            scalars, values = with_logged_values(head)(*args)
+            return {**scalars, "logged values": values}
+
+        forward = find_value_dtypes(head_with_values, outside_layers, stream, *arguments)
+        gradient = self._make_head_gradient(head_with_values)
+        return Reads(stacks, self._find_gradient_reads(forward, gradient, outside_layers, *backward))
+
+    def _find_gradient_reads(
+        self,
+        forward: ReadDtypes,
+        gradient: Callable[..., PyTree],
+        params: Mapping[str, jax.ShapeDtypeStruct],
+        *others: PyTree,
+    ) -> StageReads:
+        return StageReads(forward, find_value_dtypes(gradient, params, *others) if self.trainable else None)
+
+    def _complete_params(self, gradient: Callable[..., PyTree], names: Collection[str]) -> Callable[..., PyTree]:
+        """Returns a backward pass that takes the parameters which `find_value_dtypes` finds for `gradient`.
+
+        Args:
+            gradient: the backward pass of a stage.
+            names: parameters that the forward pass reads.
+        """
+
+        @wraps(gradient)  # whose name, with those of its arguments, is a part of the program hash
+        def with_params(params: Params, *others: PyTree) -> PyTree:
+            stored = {name: self.model.shapes[name] for name in names}
+            # The derivative has the dtype of the parameter. A value that is not needed would show if it were used.
+            complete = {
+                name: params[name].astype(x.dtype) if name in params else jnp.full(x.shape, jnp.nan, x.dtype)
+                for name, x in stored.items()
+            }
+            return gradient(complete, *others)
+
+        return with_params
 
     def microbatch_key(self, step: jax.Array, index: jax.Array) -> jax.Array | None:
         """Returns the random key of a microbatch, specific to this device if several devices share the microbatch."""
@@ -242,7 +296,7 @@ class SplitLoss:
         shapes, arguments, stream = self.model.shapes, (batch, None, SCALAR, SCALAR), None
         stacks = list[LoggedStack]()
         for index, (stack, of_stack) in enumerate(zip(self.loss.stacks, reads.stacks, strict=True)):
-            first = _shapes_with_dtypes(shapes, of_stack.embed)
+            first = _shapes_with_dtypes(shapes, of_stack.embed.forward)
             embed, stream = logged_shapes(self._make_embed(index), first, stream, *arguments), of_stack.stream
             layers = [
                 logged_shapes(
@@ -258,7 +312,7 @@ class SplitLoss:
             ]
             kinds = [kind for kind, _ in slot_of_each_layer(stack.layers_by_kind)]
             stacks.append(LoggedStack(embed, [layers[kind] for kind in kinds]))
-        head = logged_shapes(self._make_head(), _shapes_with_dtypes(shapes, reads.head), stream, *arguments)
+        head = logged_shapes(self._make_head(), _shapes_with_dtypes(shapes, reads.head.forward), stream, *arguments)
         if not head and not any(shapes for stack in stacks for shapes in (stack.embed, *stack.layers)):
             return None
         return LoggedStages.from_shapes(stacks)
@@ -294,34 +348,3 @@ def _shapes_with_dtypes(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     dims = slice(1 if layered else 0, None)
     return {name: jax.ShapeDtypeStruct(shapes[name].shape[dims], dtype) for name, dtype in dtypes.items()}
-
-
-def find_read_dtypes(
-    function: Callable[..., PyTree], params: Mapping[str, jax.ShapeDtypeStruct], *others: PyTree
-) -> dict[str, DTypeLike]:
-    """Returns the parameters that a function reads, each with the narrowest dtype in which it can be passed.
-
-    If the function only casts a parameter, this is the dtype of the cast: casting before the gather sends fewer bytes,
-    and the function computes the same result.
-
-    Args:
-        function: `function(params, *others)`.
-        params: name -> shape of each parameter that the function may read.
-        others: shapes of the other arguments.
-    """
-    jaxpr = jax.make_jaxpr(function)(dict(params), *others).jaxpr
-    uses: dict[Var, list[JaxprEqn]] = {}
-    for equation in jaxpr.eqns:
-        for var in equation.invars:
-            # The other variables are literals, such as the 1 of x + 1.
-            if isinstance(var, Var):
-                uses.setdefault(var, []).append(equation)
-    # Dicts are flattened in the order of their keys.
-    arguments = zip(sorted(params), jaxpr.invars, strict=False)
-    return {name: _narrowest_dtype(params[name].dtype, uses[var]) for name, var in arguments if var in uses}
-
-
-def _narrowest_dtype(dtype: np.dtype, uses: Sequence[JaxprEqn]) -> DTypeLike:
-    casts = {use.params["new_dtype"] if use.primitive.name == "convert_element_type" else dtype for use in uses}
-    narrow = jnp.dtype(casts.pop())
-    return narrow if not casts and narrow.itemsize < dtype.itemsize else dtype

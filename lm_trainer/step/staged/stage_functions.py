@@ -34,6 +34,8 @@ class StageFunctions:
     name: str
     reads: Mapping[str, DTypeLike]
     """Name of each parameter that the stage reads -> dtype in which it is passed."""
+    gradient_reads: Mapping[str, DTypeLike] | None = None
+    """The same for `gradient`, which may need the values of fewer parameters than have a gradient; None: as `reads`."""
     forward: Callable[..., tuple[PyTree, PyTree]] | None = None
     """`forward(params, stream, batch, number, step, index)` returns the output of the stage, and residuals for
     `gradient`; None for the last stage."""

@@ -17,11 +17,11 @@ from lm_trainer.parallel.collectives import group_sum
 from lm_trainer.step.dispatch.model_parallel import ROWS_AND_POSITIONS, manual_axes, manual_specs, sum_over_group
 from lm_trainer.step.dispatch.model_parallel_limits import check_length, check_rows, model_parallel_axes
 from lm_trainer.step.loss.gradient import Sums
-from lm_trainer.step.staged.stage import Stage
+from lm_trainer.step.staged.stage import Stage, StageFunction
 
 
 def share_stage(
-    function: Callable[..., PyTree], stage: Stage, mesh: Mesh, others: Sequence[PyTree], returns: PyTree
+    function: StageFunction, stage: Stage, mesh: Mesh, others: Sequence[PyTree], returns: PyTree
 ) -> Callable[..., PyTree]:
     """Distributes `function(params, *others)` of a stage over all devices of a group.
 
@@ -30,7 +30,7 @@ def share_stage(
 
     Args:
         function: function to distribute. It is returned unchanged if the group has no model-parallel axes.
-        stage: stage whose parameters the function reads.
+        stage: stage that the function belongs to.
         mesh: mesh of the group.
         others: shapes of the other arguments.
         returns: "stream", "sums" or "scalars" for each result, in the same structure as the results; "nothing" for None
@@ -39,26 +39,29 @@ def share_stage(
     Raises:
         UserError: if the devices cannot share the rows.
     """
+    assert function.call is not None
+    call = function.call
     if not model_parallel_axes(mesh.shape):
-        return function
+        return call
     for argument in others:
         if isinstance(argument, Batch):
             rows, length = argument.tokens.shape
             check_rows(rows, mesh.shape)
             check_length(length, mesh.shape)
     specs, stream = manual_specs(stage.layouts, mesh), _stream_specs(mesh)
+    read = manual_specs(function.params.layouts, mesh)
     sums = Sums(PartitionSpec(), {name: PartitionSpec(None, *specs[name]) for name in stage.trained})  # pyright: ignore[reportArgumentType]
     kinds = {"stream": stream, "sums": sums, "scalars": PartitionSpec(), "nothing": PartitionSpec()}
 
     def of_device(params: PyTree, *others: PyTree) -> PyTree:
         arguments = (_remove_device_axis(x) if isinstance(x, Stream) else x for x in others)
-        results = function(params, *arguments)
+        results = call(params, *arguments)
         return jax.tree.map(lambda kind, result: _reduce_result(kind, result, stage, mesh), returns, results)
 
     return jax.shard_map(
         of_device,
         mesh=mesh.abstract_mesh,
-        in_specs=(specs, *(_argument_specs(argument, mesh) for argument in others)),
+        in_specs=(read, *(_argument_specs(argument, mesh) for argument in others)),
         out_specs=jax.tree.map(lambda kind: kinds[kind], returns),
         axis_names=manual_axes(mesh),
         check_vma=False,

@@ -89,7 +89,7 @@ class _Programs:
             index: int, alone: PerGroupExecutable, neighbours: tuple[int, ...]
         ) -> MicrobatchExecutable:
             below, above = (stages.kinds[neighbour] for neighbour in neighbours)
-            overlap = Overlap([below.gather_exchange(), above.reduce_exchange(shares)], alone)
+            overlap = Overlap([below.gradient.params.gather_exchange(), above.reduce_exchange(shares)], alone)
             return stages.compile_gradient(index, self._batch, overlap)
 
         # The first and the last layer have a neighbour that is not a layer.
@@ -230,7 +230,14 @@ class StagedSum:
                 if programs.gradients[call.kind] is None:
                     continue
                 derivatives, _ = self._compute_gradients(
-                    programs, group, call, saved.pop(), derivatives, stages.gather(ready, call), None, tap
+                    programs,
+                    group,
+                    call,
+                    saved.pop(),
+                    derivatives,
+                    stages.gather(ready, call, gradient=True),
+                    None,
+                    tap,
                 )
                 if stages.kinds[call.kind].layered:
                     queue.push(derivatives)
@@ -258,14 +265,14 @@ class StagedSum:
             if programs.gradients[call.kind] is None:
                 continue
             if gathered is None:
-                gathered = stages.gather(ready, call)
+                gathered = stages.gather(ready, call, gradient=True)
             exchange = None
             if n in overlapped:
                 above, below = calls[n - 1], calls[n + 1]
                 exchange = FirstExchange(
                     exchanging[call.kind],
                     (
-                        stages.kinds[below.kind].select_params(ready.params),
+                        stages.kinds[below.kind].gradient.params.select(ready.params),
                         below.row,
                         self._take_layer_grads(stages, grads, above),
                         stages.kinds[above.kind].stack_for_exchange(unreduced, group.shares),

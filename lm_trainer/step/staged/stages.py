@@ -23,7 +23,7 @@ from lm_trainer.step.dispatch.microbatches import Microbatch, Microbatches, Micr
 from lm_trainer.step.dispatch.per_group import PerGroupExecutable
 from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.staged.neighbours import Neighbours, find_neighbours
-from lm_trainer.step.staged.stage import Stage, StageLabels
+from lm_trainer.step.staged.stage import Stage, StageFunction, StageLabels
 from lm_trainer.step.staged.stage_functions import SCALAR, StageFunctions
 from lm_trainer.step.staged.stage_sharing import share_stage, stream_shardings, with_group_shardings
 from lm_trainer.step.state.model_def import Params
@@ -127,11 +127,13 @@ class Stages:
 
     def prepare_params(self, params: Params) -> PreparedParams:
         """Prepares the parameters of the state for `gather`."""
-        return PreparedParams(params, self.last.gather(params, self.order[0].row) if len(self.order) == 1 else None)
+        single = len(self.order) == 1
+        return PreparedParams(params, self.last.gradient.params.gather(params, self.order[0].row) if single else None)
 
-    def gather(self, ready: PreparedParams, call: StageCall) -> list[Params]:
-        """Returns the parameters of a stage, gathered for computation on each local group."""
-        return self.kinds[call.kind].gather(ready.params, call.row) if ready.gathered is None else ready.gathered
+    def gather(self, ready: PreparedParams, call: StageCall, *, gradient: bool = False) -> list[Params]:
+        """Returns what the forward or backward pass of a stage reads, gathered for computation on each local group."""
+        function = self.kinds[call.kind].gradient if gradient else self.kinds[call.kind].forward
+        return function.params.gather(ready.params, call.row) if ready.gathered is None else ready.gathered
 
     @cached_property
     def _runs(self) -> list[list[int]]:
@@ -176,7 +178,7 @@ class Stages:
         kind = self.kinds[index]
         program = Program(kind.labels.forward, None, "activations of layers", grows=True, overlaps=True)
         signature = Signature(self._argument_shapes(index, batch), _FORWARD, ("stream", "nothing"))
-        return self._compile(program, kind.functions.forward, kind, signature, overlap)
+        return self._compile(program, kind.forward, kind, signature, overlap)
 
     def compile_gradient(self, index: int, batch: Batch, overlap: Overlap | None = None) -> MicrobatchExecutable:
         """Compiles the backward pass: `(params, stream, residuals, rows, number, derivative, step, index)`.
@@ -196,7 +198,7 @@ class Stages:
         program = Program(kind.labels.gradient, None, kind.labels.gradients, grows=True, overlaps=True)
         all_arguments = (stream, residuals, rows, number, derivative, step, microbatch)
         signature = Signature(all_arguments, _GRADIENT, returns, donated)
-        return self._compile(program, kind.functions.gradient, kind, signature, overlap)
+        return self._compile(program, kind.gradient, kind, signature, overlap)
 
     def compile_overlapped(
         self,
@@ -229,7 +231,7 @@ class Stages:
         """Compiles the sums that the loss reports, from the input of the last stage; otherwise like a forward pass."""
         signature = Signature(self._argument_shapes(len(self.kinds) - 1, batch), _FORWARD, "scalars")
         program = Program(self.last.labels.forward, None, "sums", grows=True, overlaps=True)
-        return self._compile(program, self.last.functions.losses, self.last, signature)
+        return self._compile(program, self.last.losses, self.last, signature)
 
     def _argument_shapes(self, index: int, batch: Batch) -> tuple[PyTree, ...]:
         """Returns the shapes of the arguments of a forward pass, except the parameters."""
@@ -248,23 +250,23 @@ class Stages:
 
     def _forward_shapes(self, index: int, arguments: tuple[PyTree, ...]) -> PyTree:
         kind = self.kinds[index]
-        forward = self._share_function(kind.functions.forward, kind, arguments, ("stream", "nothing"))
+        forward = self._share_function(kind.forward, kind, arguments, ("stream", "nothing"))
         # Wrapped in another function, because JAX would reuse this trace, which has no argument names, for the
         # compilation.
-        return jax.eval_shape(lambda *args: forward(*args), kind.shapes(), *arguments)
+        return jax.eval_shape(lambda *args: forward(*args), kind.forward.params.shapes(), *arguments)
 
     def _share_function(
-        self, function: Callable[..., PyTree] | None, kind: Stage, arguments: Sequence[PyTree], returns: PyTree
+        self, function: StageFunction, kind: Stage, arguments: Sequence[PyTree], returns: PyTree
     ) -> Callable[..., PyTree]:
-        assert function is not None
+        assert function.call is not None
         if kind.functions.divided:
-            return function
+            return function.call
         return share_stage(function, kind, self._alone[0].mesh, arguments, returns)
 
     def _compile(
         self,
         program: Program,
-        function: Callable[..., PyTree] | None,
+        function: StageFunction,
         kind: Stage,
         signature: Signature,
         overlap: Overlap | None = None,
@@ -274,28 +276,28 @@ class Stages:
         Args:
             program: description of the program, without its function.
             function: function to compile.
-            kind: stage whose parameters the function reads.
+            kind: stage that the function belongs to.
             signature: arguments and results of the function.
             overlap: exchanges that overlap with the computation.
         """
-        assert function is not None
+        assert function.call is not None
         alone = self._compile_alone(program, function, kind, signature) if overlap is None else overlap.alone
         if not isinstance(self.devices, MeshWide):
             return alone
         (group,) = self.devices.groups
         exchanges = () if overlap is None else overlap.exchanges
-        wide = MeshExecutable(function, group, signature, program, exchanges)
-        wide.compile_for(kind.shapes_on_group(group), alone)
+        wide = MeshExecutable(function.call, group, signature, program, exchanges)
+        wide.compile_for(function.params.shapes_on_group(group), alone)
         return wide
 
     def _compile_alone(
-        self, program: Program, function: Callable[..., PyTree], kind: Stage, signature: Signature
+        self, program: Program, function: StageFunction, kind: Stage, signature: Signature
     ) -> PerGroupExecutable:
         """Compiles the computation for each group of devices, or for one device if one program serves all devices."""
         arguments, returns = signature.arguments, signature.returns
 
         def on_group(group: ModelParallelGroup) -> tuple[PyTree, ...]:
-            return kind.shapes_on_group(group), *with_group_shardings(arguments, group.mesh)
+            return function.params.shapes_on_group(group), *with_group_shardings(arguments, group.mesh)
 
         def result_shardings(group: ModelParallelGroup) -> PyTree:
             kinds: dict[str, PyTree] = dict.fromkeys(("scalars", "nothing"), group.sharding())
@@ -372,7 +374,7 @@ class StagedForward:
 
         def compile_forward(index: int, alone: PerGroupExecutable, neighbours: tuple[int, ...]) -> MicrobatchExecutable:
             (above,) = (stages.kinds[neighbour] for neighbour in neighbours)
-            return stages.compile_forward(index, batch, Overlap([above.gather_exchange()], alone))
+            return stages.compile_forward(index, batch, Overlap([above.forward.params.gather_exchange()], alone))
 
         gathering = stages.compile_overlapped(programs, compile_forward, stages.above)
         return cls(stages, programs, gathering)
@@ -417,7 +419,7 @@ class StagedForward:
         """Returns the results of a stage, and the parameters of stage `following`, which are gathered meanwhile."""
         run, exchange = self.programs[call.kind], None
         if following is not None:
-            params = self.stages.kinds[following.kind].select_params(ready.params)
+            params = self.stages.kinds[following.kind].forward.params.select(ready.params)
             exchange = FirstExchange(self.gathering[call.kind], (params, following.row))
 
         def run_microbatch(microbatch: Microbatch, stream: PyTree) -> PyTree:
