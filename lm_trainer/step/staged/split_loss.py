@@ -90,7 +90,7 @@ class SplitLoss:
         head = self._make_head(logged)
         gradient = self._complete_params(self._make_head_gradient(head), reads.head.forward)
         shared = self.loss.memory is not None
-        return [*stages, StageFunctions("leave", *reads.head, None, gradient, head, shares_input=shared)]
+        return [*stages, StageFunctions("leave", *reads.head, gradient=gradient, losses=head, shares_input=shared)]
 
     def _stages_of_stack(
         self, index: int, reads: StackReads, logged: LoggedStages | None, *, saves: bool
@@ -109,7 +109,7 @@ class SplitLoss:
                 layer = self._make_layer(index, kind, stack.layer, logged)
                 forward, gradient = _without_residuals(layer, memory=False), self._make_gradient(layer)
             name = f"{prefix}layer {kind}"
-            yield StageFunctions(name, names, None, forward, gradient, layers=layers, shares_input=shared)
+            yield StageFunctions(name, names, forward=forward, gradient=gradient, layers=layers, shares_input=shared)
 
     def find_reads(self, batch: Batch) -> Reads:
         """Traces the stages to find the parameters that each of them reads; `batch` has the shapes of a microbatch."""
@@ -122,7 +122,7 @@ class SplitLoss:
             # What is logged is a result too.
             forward = find_value_dtypes(with_logged_values(embed), outside_layers, before, *arguments)
             backward = (before, (), batch, None, stream, SCALAR, SCALAR)
-            first = self._find_gradient_reads(forward, self._make_gradient(embed), outside_layers, *backward)
+            first = self._stage_reads(forward, self._make_gradient(embed), outside_layers, *backward)
             layers = []
             for kind, prefix in enumerate(stack.layers):
                 of_layer = {
@@ -139,9 +139,9 @@ class SplitLoss:
 
         forward = find_value_dtypes(head_with_values, outside_layers, stream, *arguments)
         gradient = self._make_head_gradient(head_with_values)
-        return Reads(stacks, self._find_gradient_reads(forward, gradient, outside_layers, *backward))
+        return Reads(stacks, self._stage_reads(forward, gradient, outside_layers, *backward))
 
-    def _find_gradient_reads(
+    def _stage_reads(
         self,
         forward: ReadDtypes,
         gradient: Callable[..., PyTree],
