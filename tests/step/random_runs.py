@@ -150,9 +150,11 @@ def _draw_rest(number: int, one_of: OneOf) -> Plain:
 def _draw_model(kind: str, one_of: OneOf) -> Plain:
     tiny = TINY[kind]
     heads, size = one_of(2, 4), one_of(8, 16)
+    # As many as the fewest that have every kind of layer.
+    third = kind == "gemma3" or 2 in getattr(tiny, "mlp_only_layers", ())
     drawn: Plain = {
         "seq_len": one_of(8, 11, 16, 24),
-        "num_layers": 3 if kind == "gemma3" else 2,
+        "num_layers": 3 if third else 2,
         "num_heads": heads,
         "num_kv_heads": one_of(1, 2, heads),
         "head_dim": size,
@@ -172,6 +174,8 @@ def _draw_model(kind: str, one_of: OneOf) -> Plain:
     }
     if kind in ("llama", "olmo3", "apertus"):
         del drawn["seq_len"]  # their scaling of positions goes with the length
+    if (getattr(tiny, "n_group", None) or 1) > 1:
+        del drawn["n_routed_experts"]  # the groups divide it
     fields = type(tiny).model_fields
     return {**tiny.model_dump(), **{name: value for name, value in drawn.items() if name in fields}}
 
