@@ -92,7 +92,8 @@ class Hutchinson:
             values, along = jvp_of_gradient(function, primals, tangents)
             d_input = None if stream is None else StreamPair(values[0], along[0])
             # The gradient of a table of embeddings, for example, does not read the table.
-            signs = self._draw_signs(stage, along[1], step, index, number)
+            unread = {name: x for name, x in along[1].items() if name not in signs}
+            signs = {**signs, **self._draw_signs(stage, unread, step, index, number)}
             return d_input, _multiply_by_signs(signs, along[1])
 
         return replace(stage, forward=stage.forward and forward, gradient=gradient)

@@ -81,7 +81,7 @@ def _cast_dtype(equation: JaxprEqn) -> np.dtype | None:
 
 
 def _narrowest(dtype: np.dtype, casts: set[np.dtype | None]) -> DTypeLike:
-    """Returns the dtype of the only cast, if it is narrower; None among the casts stands for any other use."""
+    """Returns the dtype of the only cast, if it is narrower. In `casts`, None means a use other than a cast."""
     narrow = casts.pop() if len(casts) == 1 else None
     return narrow if narrow is not None and narrow.itemsize < dtype.itemsize else dtype
 

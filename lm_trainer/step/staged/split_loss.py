@@ -158,7 +158,7 @@ class SplitLoss:
             names: parameters that the forward pass reads.
         """
 
-        @wraps(gradient)  # whose name, with those of its arguments, is a part of the program hash
+        @wraps(gradient)  # the program hash contains the names of the function and its arguments
         def with_params(params: Params, *others: PyTree) -> PyTree:
             stored = {name: self.model.shapes[name] for name in names}
             # The derivative has the dtype of the parameter. A value that is not needed would show if it were used.
