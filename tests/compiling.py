@@ -13,6 +13,7 @@ from unittest import mock
 
 import zstandard
 
+from lm_trainer.core.nested_collectives import has_nested_collectives
 from tests.compile_cache import read_program
 
 
@@ -88,7 +89,8 @@ class _Serialized:
             cls.read.append((program, content))
             return program
         program = cls.compile(backend, module, devices, options, host_callbacks)
-        _write(path, compilation_cache.combine_executable_and_time(program.serialize(), 0))
+        if len(devices) == 1 or not has_nested_collectives(program.hlo_modules()[0].to_string()):
+            _write(path, compilation_cache.combine_executable_and_time(program.serialize(), 0))
         return program
 
     @classmethod
@@ -133,8 +135,11 @@ def keep_all_programs(directory: Path | None = None) -> None:
     from jax._src import compiler
     from jax.experimental import serialize_executable
 
+    from lm_trainer.core.jax_internals import compile_nested_collectives_again
+
     if directory is not None:
         _Serialized.directory, _Serialized.fixed = directory, True
+    compile_nested_collectives_again()
     if _Serialized.compile is None:
         _Writer.write = compiler._cache_write
         compiler._cache_write = _Writer.write_in_any_process

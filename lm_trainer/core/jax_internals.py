@@ -22,6 +22,7 @@ from jaxlib import xla_client
 from jaxlib.mlir import ir
 
 from lm_trainer.core.jax_types import Device
+from lm_trainer.core.nested_collectives import has_nested_collectives
 
 
 def cudnn_version() -> int | None:
@@ -118,6 +119,27 @@ def use_keys_without_paths() -> None:
     XLA stores its kernel choices in the same directory, whose path JAX includes in the keys.
     """
     cache_key._hash_serialized_compile_options = _hash_compile_options_without_paths
+
+
+_read_program = compilation_cache.get_executable_and_time
+
+
+def _read_program_that_cannot_hang(
+    key: str, options: Any, backend: Any, devices: Any, *more: Any
+) -> tuple[Any | None, int | None]:
+    program, seconds = _read_program(key, options, backend, devices, *more)
+    if program is None or backend.platform != "cpu" or len(devices) == 1:
+        return program, seconds
+    may_hang = any(has_nested_collectives(module.to_string()) for module in program.hlo_modules())
+    return (None, None) if may_hang else (program, seconds)
+
+
+def compile_nested_collectives_again() -> None:
+    """Makes JAX compile programs with nested collectives for CPUs at every start, instead of reading them.
+
+    See `lm_trainer.core.nested_collectives`.
+    """
+    compilation_cache.get_executable_and_time = _read_program_that_cannot_hang
 
 
 class ProgramStore(Protocol):

@@ -153,10 +153,15 @@ def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_thread
     """
     import jax
 
-    from lm_trainer.core.jax_internals import add_checksums_to_cached_programs, use_keys_without_paths
+    from lm_trainer.core.jax_internals import (
+        add_checksums_to_cached_programs,
+        compile_nested_collectives_again,
+        use_keys_without_paths,
+    )
 
     set_cpu_threads(cpu_threads)
     add_checksums_to_cached_programs()
+    compile_nested_collectives_again()
     use_keys_without_paths()
     directory = expand_home(cache_dir or _compilation_cache_from_environment() or default_compilation_cache())
     if _is_cpu_only():

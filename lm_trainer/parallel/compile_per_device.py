@@ -1,6 +1,7 @@
 """Compiles a program for several sets of devices of this process, with a single compilation if possible.
 
-On a CPU, machine code is compiled for one set of devices and loaded for each of the other sets.
+On a CPU, machine code is compiled for one set of devices and loaded for each of the other sets, unless it may hang once
+loaded (`lm_trainer.core.nested_collectives`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from lm_trainer.core.jax_internals import load_on_device_sets
 from lm_trainer.core.jax_types import Device
+from lm_trainer.core.nested_collectives import has_nested_collectives
 from lm_trainer.parallel.kept_programs import send_new_programs
 from lm_trainer.parallel.processes import is_lead, wait_for_all
 from lm_trainer.parallel.target_platform import compiling_for, target_platform
@@ -47,6 +49,8 @@ def compile_on_each(
     if remaining and platform == "cpu":
         with _without_cache():
             first = compile_on(0)
+            if len(device_sets[0]) > 1 and has_nested_collectives(first.as_text() or ""):
+                return [first, *map(compile_on, remaining)]
         return [first, *load_on_device_sets(first, device_sets[0], [device_sets[i] for i in remaining])]
     if platform == "tpu" and not all(map(_includes_first_chip, device_sets)):
         with _without_cache(), ThreadPoolExecutor() as pool:
