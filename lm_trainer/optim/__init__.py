@@ -15,6 +15,7 @@ from lm_trainer.optim.adopt import AdoptConfig
 from lm_trainer.optim.base import OptimizerConfig
 from lm_trainer.optim.cautious import CautiousConfig
 from lm_trainer.optim.decay import decays_by_default
+from lm_trainer.optim.dion import DionConfig
 from lm_trainer.optim.from_optax import OptaxOptimizer, from_optax
 from lm_trainer.optim.kron import KronConfig
 from lm_trainer.optim.lion import LionConfig
@@ -38,6 +39,7 @@ AnyOptimizer = Annotated[
     | AdanConfig
     | AdoptConfig
     | CautiousConfig
+    | DionConfig
     | KronConfig
     | LionConfig
     | MarsConfig
@@ -63,6 +65,7 @@ __all__ = [
     "AdoptConfig",
     "AnyOptimizer",
     "CautiousConfig",
+    "DionConfig",
     "KronConfig",
     "LionConfig",
     "MarsConfig",
