@@ -282,6 +282,22 @@ def _gpt_oss(draw: Draw) -> Fields:
     }  # fmt: skip
 
 
+def _llama4(draw: Draw) -> Fields:
+    shared, experts = draw.shared(), draw.one(2, 4, 5)
+    layers = shared["num_hidden_layers"]
+    rotated = [draw.one(0, 1) for _ in range(layers)]
+    return {
+        **shared, **draw.heads(), "rope_parameters": draw.rotary(), "hidden_act": "silu",
+        "num_local_experts": experts, "num_experts_per_tok": draw.one(*range(1, experts + 1)),
+        "intermediate_size_mlp": draw.one(20, 40), "attention_bias": draw.one(False, True),
+        "use_qk_norm": draw.one(False, True), "attention_chunk_size": draw.window(),
+        "attn_temperature_tuning": draw.one(False, True), "floor_scale": draw.one(3, 8),
+        "attn_scale": draw.one(0.1, 0.5),
+        **draw.one({"moe_layers": draw.subset(layers)}, {"interleave_moe_layer_step": draw.one(1, 2)}),
+        **draw.one({"no_rope_layers": rotated if any(rotated) else None}, {"no_rope_layer_interval": draw.one(1, 2)}),
+    }  # fmt: skip
+
+
 def _granite4(draw: Draw) -> Fields:
     granite, mamba, experts = _granite(draw), _mamba2(draw), draw.one(0, 2, 4)
     layers = granite["num_hidden_layers"]
@@ -354,6 +370,7 @@ FAMILIES: dict[str, Family] = {
     "olmoe": _family("Olmoe", _olmoe),
     "glm4_moe": _family("Glm4Moe", _glm4_moe),
     "gpt_oss": _family("GptOss", _gpt_oss),
+    "llama4": Family("Llama4TextConfig", "Llama4ForCausalLM", _llama4),
     "granite4": _family("GraniteMoeHybrid", _granite4),
     "deepseek_v3": _family("DeepseekV3", _deepseek_v3),
     "deepseek_v2": _family("DeepseekV2", _deepseek_v2),

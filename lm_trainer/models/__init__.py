@@ -21,6 +21,7 @@ from lm_trainer.models.gpt_oss import GptOssConfig
 from lm_trainer.models.granite import GraniteConfig
 from lm_trainer.models.granite4 import Granite4Config
 from lm_trainer.models.llama import LlamaConfig
+from lm_trainer.models.llama4 import Llama4Config
 from lm_trainer.models.mamba import Mamba2Config
 from lm_trainer.models.minicpm import MiniCpm3Config
 from lm_trainer.models.mistral import MistralConfig
@@ -73,6 +74,7 @@ AnyFamily = (
     | OlmoeConfig
     | Glm4MoeConfig
     | GptOssConfig
+    | Llama4Config
     | Granite4Config
     | MptConfig
     | BackpackConfig
@@ -108,6 +110,7 @@ __all__ = [
     "GptOssConfig",
     "Granite4Config",
     "GraniteConfig",
+    "Llama4Config",
     "LlamaConfig",
     "Mamba2Config",
     "MiniCpm3Config",

@@ -44,6 +44,12 @@ def config_from_hf(hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     families = {config.hf.model_type: config for config in MODEL_CONFIGS}
     config_class = families.get(str(hf.get("model_type")))
     if config_class is None:
+        text = hf.get("text_config")
+        if isinstance(text, Mapping) and text.get("model_type") in families:
+            raise UserError(
+                f"config.json: model_type={hf.get('model_type')!r} reads more than text; save its text model "
+                f"(model_type={text['model_type']!r}) with transformers, as a model of its own, and read that"
+            )
         supported = ", ".join(sorted(name for name, c in families.items() if isinstance(c.hf, HfFamily)))
         raise UserError(f"config.json: model_type={hf.get('model_type')!r} is not supported; supported: {supported}")
     family = config_class.hf_family()

@@ -1,14 +1,13 @@
-"""SmolLM3 (Bakouch et al. 2025): Llama's parts, but every fourth layer has no positions (Yang et al. 2025, arXiv
-2501.18795).
-"""
+"""SmolLM3 (Bakouch et al. 2025): Llama's parts, but every fourth layer has no positions."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from lm_trainer.models.hf_table import HfFamily
+from lm_trainer.models.no_rope import LayersWithoutRopeConfig, every_nth_layer, no_rope_from_hf, no_rope_to_hf
 from lm_trainer.models.rope import AnyRope, DefaultRope, rope_from_hf
 from lm_trainer.models.rotary import (
     ATTENTION,
@@ -17,36 +16,28 @@ from lm_trainer.models.rotary import (
     MLP,
     PRE_NORMS,
     TIED,
-    RotaryConfig,
     common_fields_to_hf,
     heads_from_hf,
     hf_fields,
 )
 from lm_trainer.nn.spec import BlockSpec, DecoderSpec
 
-_INTERVAL, _LAYERS = 4, 36
-
-
-def _every_nth_layer(interval: int, num_layers: int) -> tuple[int, ...]:
-    return tuple(range(interval - 1, num_layers, interval))
+_LAYERS = 36
 
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    num_layers, interval = hf.get("num_hidden_layers") or _LAYERS, hf.get("no_rope_layer_interval") or _INTERVAL
-    listed = without_rope = None
-    # In the file, 1 means rotary positions, and the list may be longer than the model.
-    if (flags := hf.get("no_rope_layers")) is not None:
-        listed = tuple(layer for layer, has_rope in enumerate(flags[:num_layers]) if not has_rope)
-        without_rope = None if listed == _every_nth_layer(interval, num_layers) else listed
+    num_layers = hf.get("num_hidden_layers") or _LAYERS
+    no_rope = no_rope_from_hf(hf, num_layers)
     has_window, window = bool(hf.get("use_sliding_window")), hf.get("sliding_window")
     window = window if has_window else None
-    windowed = _every_nth_layer(interval, num_layers) if listed is None else listed
+    windowed = no_rope["layers_without_rope"]
+    if windowed is None:
+        windowed = every_nth_layer(no_rope["no_rope_layer_interval"], num_layers)
     kinds = ["sliding_attention" if window and layer in windowed else "full_attention" for layer in range(num_layers)]
     if (hf.get("layer_types") or kinds) != kinds:
         raise ValueError("layer_types is not supported where it differs from use_sliding_window and no_rope_layers")
     return {
-        "no_rope_layer_interval": interval,
-        "layers_without_rope": without_rope,
+        **no_rope,
         "sliding_window": window,
         "rope": rope_from_hf(hf, 2_000_000.0),
         **heads_from_hf(hf, kv_heads=4),
@@ -55,20 +46,19 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _to_hf(config: "SmolLm3Config") -> dict[str, Any]:
     without_rope, windowed = config.indices_without_rope, config.sliding_window is not None
-    layers = range(config.num_layers)
     return {
-        "no_rope_layers": [int(layer not in without_rope) for layer in layers],
-        "no_rope_layer_interval": config.no_rope_layer_interval,
+        **no_rope_to_hf(config),
         "use_sliding_window": windowed,
         "sliding_window": config.sliding_window,
         "layer_types": [
-            "sliding_attention" if windowed and layer in without_rope else "full_attention" for layer in layers
+            "sliding_attention" if windowed and layer in without_rope else "full_attention"
+            for layer in range(config.num_layers)
         ],
         **common_fields_to_hf(config),
     }
 
 
-class SmolLm3Config(RotaryConfig):
+class SmolLm3Config(LayersWithoutRopeConfig):
     """The SmolLM3 family; the defaults are SmolLM3 3B."""
 
     hf: ClassVar[HfFamily] = HfFamily(
@@ -110,26 +100,9 @@ class SmolLm3Config(RotaryConfig):
     """Ties the weights of the output layer to the token embedding."""
     rope: AnyRope = DefaultRope(theta=5_000_000.0)
     """Rotary position embedding of the layers that have one."""
-    no_rope_layer_interval: int = Field(default=_INTERVAL, gt=0)
-    """Every n-th layer has no positions, unless `layers_without_rope` lists these layers."""
-    layers_without_rope: tuple[int, ...] | None = None
-    """Indices, counted from 0, of the layers without positions. Unset: every n-th layer (`no_rope_layer_interval`)."""
     sliding_window: int | None = Field(default=None, gt=0)
     """Number of positions that a layer without rotary positions can see, including the current one. Unset: all
     previous positions."""
-
-    @model_validator(mode="after")
-    def _check_layers_exist(self) -> "SmolLm3Config":
-        listed = self.layers_without_rope or ()
-        if missing := [layer for layer in listed if not 0 <= layer < self.num_layers]:
-            raise ValueError(f"layers_without_rope lists {missing}, but layers have indices 0 to {self.num_layers - 1}")
-        return self
-
-    @property
-    def indices_without_rope(self) -> tuple[int, ...]:
-        """`layers_without_rope` with its default resolved."""
-        every_nth = _every_nth_layer(self.no_rope_layer_interval, self.num_layers)
-        return every_nth if self.layers_without_rope is None else self.layers_without_rope
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         block = BlockSpec(self.attention_spec(), self.mlp_spec(), pre_norm=self.norm_spec())

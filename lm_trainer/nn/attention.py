@@ -23,11 +23,39 @@ from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.positions import alibi_bias, apply_rope
 from lm_trainer.nn.read import read
 from lm_trainer.nn.ring_attention import RowMetadata, ring_attention
-from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, BlockSpec, QkNormSpec, RopeSpec
+from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, BlockSpec, PositionScaleSpec, QkNormSpec, RopeSpec
 from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size
 
-Window = int
-"""Number of positions that a query attends to, including its own; 0: no limit."""
+
+class Reach(NamedTuple):
+    """Limits of the positions that a query attends to; 0: no limit."""
+
+    window: int = 0
+    """Number of positions, including its own."""
+    chunk: int = 0
+    """As `AttentionSpec.chunk`."""
+
+    @classmethod
+    def from_spec(cls, spec: AttentionSpec) -> Reach:
+        """Returns the limits of an attention."""
+        return cls(spec.window or 0, spec.chunk or 0)
+
+    def split_segments(self, segments_BS: jax.Array, positions_BS: jax.Array, length: int) -> jax.Array:
+        """Returns a number for each chunk of each segment; the numbers of padding stay negative.
+
+        Args:
+            segments_BS: int32; the documents of a row.
+            positions_BS: int32; positions inside documents.
+            length: number of positions of a full row.
+        """
+        if not self.chunk:
+            return segments_BS
+        chunks_of_row = -(-length // self.chunk)
+        return segments_BS * chunks_of_row + positions_BS // self.chunk
+
+
+UNLIMITED = Reach()
+"""All earlier positions."""
 
 
 class ForwardContext(NamedTuple):
@@ -37,13 +65,13 @@ class ForwardContext(NamedTuple):
     """int32; position of each query inside its document."""
     key_positions_BT: jax.Array
     """int32; positions of the keys."""
-    biases_B1ST: Mapping[Window, jax.Array]
-    """float32; added to the scores: 0 or `MASK_VALUE`. One array per distinct window of the layers; empty with ring
+    biases_B1ST: Mapping[Reach, jax.Array]
+    """float32; added to the scores: 0 or `MASK_VALUE`. One array per distinct reach of the layers; empty with ring
     attention."""
     valid_BS: jax.Array
     """bool, false for padding."""
     segments_BS: jax.Array | None = None
-    """int32; the segments from which the biases were computed; None with a KV cache."""
+    """int32; the documents of the row; None with a KV cache."""
     key_segments_BT: jax.Array | None = None
     """int32, segments of the keys, from which ring attention builds its masks block by block; None for other
     backends."""
@@ -51,9 +79,9 @@ class ForwardContext(NamedTuple):
     """The encoder output that cross-attention attends to, [B, F, D], or its keys and values for all layers."""
 
 
-def unique_windows(blocks: tuple[BlockSpec, ...]) -> list[Window]:
-    """Returns the distinct windows of all layers with attention."""
-    return sorted({spec.window or 0 for spec in softmax_specs(blocks)})
+def unique_reaches(blocks: tuple[BlockSpec, ...]) -> list[Reach]:
+    """Returns the distinct reaches of all layers with attention."""
+    return sorted({Reach.from_spec(spec) for spec in softmax_specs(blocks)})
 
 
 def make_context(
@@ -65,7 +93,11 @@ def make_context(
         # Gathering two integers per position is cheap compared to gathering the keys, which ring attention avoids.
         key_segments_BT = all_gather(segments_BS, "context", 1)
         return ForwardContext(positions_BS, key_positions_BT, {}, segments_BS >= 0, segments_BS, key_segments_BT)
-    biases = {window: causal_bias(segments_BS, window) for window in unique_windows(blocks)}
+    length = key_positions_BT.shape[1]
+    biases = {
+        reach: causal_bias(reach.split_segments(segments_BS, positions_BS, length), reach.window)
+        for reach in unique_reaches(blocks)
+    }
     return ForwardContext(positions_BS, key_positions_BT, biases, segments_BS >= 0, segments_BS)
 
 
@@ -77,14 +109,14 @@ def make_cache_context(
     `counts_B` is the number of new positions of each row that count; None: all.
     """
     slots_1C = jnp.arange(capacity, dtype=jnp.int32)[None]
-    biases = {window: cache_bias(positions_BT, capacity, window) for window in unique_windows(blocks)}
+    biases = {reach: cache_bias(positions_BT, capacity, reach) for reach in unique_reaches(blocks)}
     valid_BT = jnp.ones(positions_BT.shape, bool)
     if counts_B is not None:
         valid_BT = jnp.arange(positions_BT.shape[1])[None] < counts_B[:, None]
     return ForwardContext(positions_BT, slots_1C, biases, valid_BT)
 
 
-def causal_bias(segments_BS: jax.Array, window: Window = 0) -> jax.Array:
+def causal_bias(segments_BS: jax.Array, window: int = 0) -> jax.Array:
     """Returns float32 [B, 1, S, T]: a query attends to itself and the earlier positions of its row in the same segment.
 
     T equals S, or the length of the full row if the positions of a row are sharded over devices.
@@ -102,12 +134,14 @@ def causal_bias(segments_BS: jax.Array, window: Window = 0) -> jax.Array:
     return _mask_to_bias(allowed_BST)
 
 
-def cache_bias(positions_BT: jax.Array, capacity: int, window: Window = 0) -> jax.Array:
+def cache_bias(positions_BT: jax.Array, capacity: int, reach: Reach = UNLIMITED) -> jax.Array:
     """Returns float32 [B, 1, T, C]: a query at position p attends to slots 0 to p (inclusive) of its row's cache."""
     slots_C = jnp.arange(capacity)[None, None, :]
     allowed_BTC = slots_C <= positions_BT[:, :, None]
-    if window:
-        allowed_BTC = allowed_BTC & (positions_BT[:, :, None] - slots_C < window)
+    if reach.window:
+        allowed_BTC = allowed_BTC & (positions_BT[:, :, None] - slots_C < reach.window)
+    if reach.chunk:
+        allowed_BTC = allowed_BTC & (positions_BT[:, :, None] // reach.chunk == slots_C // reach.chunk)
     return _mask_to_bias(allowed_BTC)
 
 
@@ -144,18 +178,24 @@ def attend(  # noqa: PLR0913 - the arguments of attention
     # Scales the queries because the scores have T / H times as many elements, and because kernels expect scaled
     # queries.
     q_BSNH = q_BSNH * _score_scale(spec, layer, q_BSNH.dtype)
-    if context.segments_BS is not None and context.key_segments_BT is not None:
-        row = RowMetadata(context.segments_BS, context.key_segments_BT, context.positions_BS, context.key_positions_BT)
+    if (position_scale := spec.scores.position_scale) is not None:
+        q_BSNH = q_BSNH * _scale_of_positions(position_scale, context.positions_BS).astype(q_BSNH.dtype)
+    reach, length = Reach.from_spec(spec), context.key_positions_BT.shape[1]
+    segments_BS = context.segments_BS
+    if segments_BS is not None:
+        segments_BS = reach.split_segments(segments_BS, context.positions_BS, length)
+    if segments_BS is not None and context.key_segments_BT is not None:
+        key_segments_BT = reach.split_segments(context.key_segments_BT, context.key_positions_BT, length)
+        row = RowMetadata(segments_BS, key_segments_BT, context.positions_BS, context.key_positions_BT)
         return ring_attention(spec, q_BSNH, k_BTKH, v_BTKH, row, key, sinks_N=sinks_N)
     bias_BNST = _layer_bias(spec, context)
-    segments_BS = context.segments_BS
     return dispatch_attention(
         spec, q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS=segments_BS, sinks_N=sinks_N, key=key
     )
 
 
 def _layer_bias(spec: AttentionSpec, context: ForwardContext) -> jax.Array:
-    bias_B1ST = context.biases_B1ST[spec.window or 0]
+    bias_B1ST = context.biases_B1ST[Reach.from_spec(spec)]
     if not isinstance(spec.positions, AlibiSpec):
         return bias_B1ST
     distances_BST = context.positions_BS[:, :, None] - context.key_positions_BT[:, None, :]
@@ -169,6 +209,11 @@ def _score_scale(spec: AttentionSpec, layer: jax.Array | int, dtype: DTypeLike) 
         # An array, because the layer index is traced if the layers run as a loop.
         scale = scale / (jnp.asarray(layer, jnp.float32) + 1.0)
     return scale.astype(dtype)
+
+
+def _scale_of_positions(spec: PositionScaleSpec, positions_BS: jax.Array) -> jax.Array:
+    intervals_BS = ((positions_BS + 1) // spec.interval).astype(jnp.float32)
+    return (1.0 + spec.rate * jnp.log1p(intervals_BS))[:, :, None, None]
 
 
 class QkNorm(nnx.Module):

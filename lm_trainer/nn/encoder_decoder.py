@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
-from lm_trainer.nn.attention import ForwardContext, make_cache_context, make_context
+from lm_trainer.nn.attention import UNLIMITED, ForwardContext, make_cache_context, make_context
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.init import Initializer
@@ -90,7 +90,7 @@ class Encoder(nnx.Module):
         rows, length = x_BFD.shape[:2]
         positions_BF = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
         bias_11FF = jnp.zeros((1, 1, length, length), jnp.float32)
-        return ForwardContext(positions_BF, positions_BF, {0: bias_11FF}, jnp.ones((rows, length), bool))
+        return ForwardContext(positions_BF, positions_BF, {UNLIMITED: bias_11FF}, jnp.ones((rows, length), bool))
 
     def _check_shape(self, shape: tuple[int, ...]) -> None:
         frames, features = 2 * self.spec.num_positions, self.spec.num_features

@@ -98,6 +98,8 @@ class MoeSpec:
     bias: bool = False
     """Add biases to the three maps of each expert."""
     router: RouterSpec = RouterSpec()
+    weighs_inputs: bool = False
+    """Multiply the input of an expert by its weight, instead of its result. Only without `bias`."""
     shared: SharedExpertSpec | None = None
     kernel: ExpertKernel | None = None
     """None: `ragged_dot` on TPUs, `dense` elsewhere."""

@@ -119,8 +119,14 @@ class Moe(nnx.Module):
         weights = [read_adapted(w, adapter, x_MD.dtype) for w, adapter in self._expert_weights()]
         weights += [read(bias, x_MD.dtype) for bias in biases if bias is not None]
         compute = self._ragged_experts if kernel == "ragged_dot" else functools.partial(self._grouped_experts, kernel)
-        y_MKD = map_local_rows(compute, (x_MD, experts_MK), weights)
-        y_MD = jnp.sum(y_MKD * weights_MK[..., None].astype(y_MKD.dtype), axis=1)
+        if self.spec.weighs_inputs:
+            # Each assignment is a token of its own, with one expert.
+            x_MKD = x_MD[:, None, :] * weights_MK[..., None].astype(x_MD.dtype)
+            y_A1D = map_local_rows(compute, (x_MKD.reshape(-1, x_MD.shape[1]), experts_MK.reshape(-1, 1)), weights)
+            y_MD = jnp.sum(y_A1D.reshape(x_MKD.shape), axis=1)
+        else:
+            y_MKD = map_local_rows(compute, (x_MD, experts_MK), weights)
+            y_MD = jnp.sum(y_MKD * weights_MK[..., None].astype(y_MKD.dtype), axis=1)
         return reduce_scatter(y_MD, "expert", 0)
 
     def _expert_weights(self) -> tuple[tuple[nnx.Param, WeightLora | None], ...]:
@@ -141,10 +147,16 @@ class Moe(nnx.Module):
             y_MEF = jnp.matmul(x_MD, w_DEF.reshape(x_MD.shape[1], -1)).reshape(-1, *w_DEF.shape[1:])
             return y_MEF if bias is None else y_MEF + read(bias, dtype)[None]
 
+        def weigh(y_MEF: jax.Array, applies: bool) -> jax.Array:
+            return y_MEF * weights_ME[..., None] if applies else y_MEF
+
         # Weighted before the last product, which is linear: the product then sums over experts and their widths at
         # once.
-        gate_MEF = _activate_gate(self.spec, product(gate, self.gate_bias))
-        h_MEF = gate_MEF * _bound_linear_term(self.spec, product(up, self.up_bias)) * weights_ME[..., None]
+        # The products of weighted inputs are linear too. Without biases, an input of zero has a result of zero.
+        weighs_inputs = self.spec.weighs_inputs
+        gate_MEF = _activate_gate(self.spec, weigh(product(gate, self.gate_bias), weighs_inputs))
+        up_MEF = _bound_linear_term(self.spec, weigh(product(up, self.up_bias), weighs_inputs))
+        h_MEF = weigh(gate_MEF * up_MEF, not weighs_inputs)
         down_YD = read_adapted(*down, dtype).reshape(-1, x_MD.shape[1])
         y_MD = jnp.matmul(h_MEF.reshape(x_MD.shape[0], -1), down_YD)
         return y_MD if self.down_bias is None else y_MD + jnp.matmul(weights_ME, read(self.down_bias, dtype))
@@ -165,7 +177,7 @@ class Moe(nnx.Module):
         # No expert for an empty slot, whose result must be zero.
         expert_of_rows = lambda: jnp.where(slots.assignment_P < experts_A.shape[0], slots.expert_P, count)  # noqa: E731
         y_PD = self._multiply_sorted(lambda x, w: kernel.product(x, w, slots), x_PD, expert_of_rows, weights)
-        return slots_to_assignments(y_PD, slots).reshape(-1, self.spec.top_k, x_MD.shape[-1])
+        return slots_to_assignments(y_PD, slots).reshape(*experts_MK.shape, x_MD.shape[-1])
 
     def _multiply_sorted(
         self,
@@ -201,7 +213,7 @@ class Moe(nnx.Module):
 
         Assignments are sorted by expert, multiplied in groups, and restored to their original order.
         """
-        top_k, shared = self.spec.top_k, axis_size("expert") > 1
+        top_k, shared = experts_MK.shape[1], axis_size("expert") > 1
         experts_A, count = experts_MK.reshape(-1), weights[0].shape[0]
         if shared:
             experts_A = experts_A - axis_index("expert") * count

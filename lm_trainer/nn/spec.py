@@ -144,6 +144,17 @@ class QkNormSpec:
 
 
 @dataclass(frozen=True)
+class PositionScaleSpec:
+    """Factor of the scores of a query that grows with its position (Nakanishi 2025, arXiv 2501.19399):
+    1 + rate log(1 + floor((position + 1) / interval)), with positions counted from 0.
+    """
+
+    interval: int
+    """Number of positions with the same factor."""
+    rate: float
+
+
+@dataclass(frozen=True)
 class ScoreSpec:
     """Computation of attention scores, and their conversion to probabilities."""
 
@@ -151,6 +162,7 @@ class ScoreSpec:
     """Factor that multiplies the scores; None: 1 / sqrt(head_dim)."""
     inverse_layer: bool = False
     """Divide the scores of layer i, counted from 0, by i + 1."""
+    position_scale: PositionScaleSpec | None = None
     softcap: float | None = None
     """Bound each score c to softcap * tanh(c / softcap)."""
     dropout: float = 0.0
@@ -185,6 +197,9 @@ class AttentionSpec:
     """Bound of the absolute values of queries, keys and values, after their normalization."""
     window: int | None = None
     """Number of positions visible to a query, including its own; None: its own and all earlier positions."""
+    chunk: int | None = None
+    """Number of positions of a chunk. Documents are cut into chunks, and a query sees only its own chunk. None: one
+    chunk."""
     scores: ScoreSpec = ScoreSpec()
     module: PartFactory | None = None
     """Class that computes this sublayer; None: `lm_trainer.nn.attention.Attention`, whose calls it must accept."""

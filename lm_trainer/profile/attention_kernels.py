@@ -69,5 +69,11 @@ def computed_share(spec: AttentionSpec, length: int, block: int) -> float:
 
 def visible_share(spec: AttentionSpec, length: int) -> float:
     """Returns the share of pairs that the mask of a causal attention leaves in a row of `length` positions."""
-    window = length if spec.window is None else min(spec.window, length)
-    return (window * (window + 1) / 2 + (length - window) * window) / length**2
+    chunk = length if spec.chunk is None else min(spec.chunk, length)
+    sizes = [chunk] * (length // chunk) + [length % chunk]
+    return sum(_visible_pairs(size, spec.window) for size in sizes) / length**2
+
+
+def _visible_pairs(length: int, window: int | None) -> float:
+    window = length if window is None else min(window, length)
+    return window * (window + 1) / 2 + (length - window) * window

@@ -241,6 +241,16 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
          {"swiglu_alpha": 1.0}, {"swiglu_limit": 0.5}, {"attention_bias": False}, {"rope_parameters": YARN},
          {"rope_parameters": PLAIN}, {"rms_norm_eps": 0.1}, {"tie_word_embeddings": True}],
     ),
+    "llama4_text": (
+        "Llama4Text",
+        {**SHARED, "num_hidden_layers": 4, "num_local_experts": 4, "intermediate_size": 24, "head_dim": 12,
+         "intermediate_size_mlp": 40, "interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1, 0],
+         "attention_chunk_size": 7, "floor_scale": 4},
+        [{"num_experts_per_tok": 2}, {"moe_layers": [0, 1]}, {"no_rope_layers": [1, 1, 1, 0]}, {"use_qk_norm": False},
+         {"attention_chunk_size": 12}, {"attn_temperature_tuning": False}, {"floor_scale": 6}, {"attn_scale": 0.5},
+         {"attention_bias": True}, {"tie_word_embeddings": True}, {"rms_norm_eps": 0.1},
+         {"rope_parameters": {**PLAIN, "rope_theta": 100.0}}],
+    ),
     "granitemoehybrid": (
         "GraniteMoeHybrid",
         {**SHARED, "initializer_range": 0.1, "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"],
@@ -265,7 +275,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
 }  # fmt: skip
 """For each family what transformers calls it, a tiny configuration, and changes that each move its logits."""
 
-MODEL_CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}
+MODEL_CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "Llama4Text": "Llama4ForCausalLM"}
 
 
 def build(make_hf_model: Any, name: str, **changes: Any) -> Path:

@@ -23,6 +23,7 @@ from lm_trainer.models import (
     GptNeoxConfig,
     GptOssConfig,
     Granite4Config,
+    Llama4Config,
     LlamaConfig,
     Mamba2Config,
     MiniCpm3Config,
@@ -65,6 +66,7 @@ OTHER: dict[str, Any] = {
     "num_experts_per_tok": 1,
     "mlp_only_layers": (1,),
     "layers_without_rope": (0,),
+    "moe_layers": (0,),
     "hidden_dim": 64,
     "expert_kernel": "dense",
     "n_group": 2,
@@ -137,10 +139,12 @@ def test_defaults_are_llama_2_7b():
         (GptOssConfig(), 201088, 20_914_757_184),
         (GptOssConfig(num_layers=36, n_routed_experts=128), 201088, 116_829_156_672),
         (Granite4Config(), 100352, 6_939_037_248),
+        (Llama4Config(), 202048, 107_769_861_120),
+        (Llama4Config(n_routed_experts=128, interleave_moe_layer_step=2), 202048, 400_711_848_960),
     ],
     ids=["Mistral 7B", "Llama 3 8B", "Gemma 2 2B", "Qwen3 0.6B", "SmolLM3 3B", "StarCoder2 3B", "R7B", "GLM-4 9B",
          "Seed-OSS 36B", "nanochat d20", "MiniCPM3 4B", "DeepSeek-V3", "DeepSeek-V2 Lite", "Mamba 2 2.7B",
-         "gpt-oss 20B", "gpt-oss 120B", "Granite 4 H Tiny"],
+         "gpt-oss 20B", "gpt-oss 120B", "Granite 4 H Tiny", "Llama 4 Scout", "Llama 4 Maverick"],
 )  # fmt: skip
 def test_published_sizes(config, vocab_size, parameters):
     assert parameter_count(config.spec(vocab_size)) == parameters

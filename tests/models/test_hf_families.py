@@ -185,6 +185,7 @@ def test_a_tied_head_may_be_repeated_but_not_differ(make_hf_model):
         ("mamba2", {"hidden_act": "relu"}, "hidden_act='relu' is not supported, only 'silu'"),
         ("mamba2", {"expand": 3}, "num_heads=4 of head_dim=16 are not expand=3 times hidden_size=32"),
         ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is not supported"),
+        ("llama4_text", {"layer_types": ["full_attention"] * 4}, "layer_types is not supported"),
         ("granitemoehybrid", {"hidden_act": "relu"}, "hidden_act=.relu. is not supported, only .silu."),
         ("granitemoehybrid", {"mamba_expand": 3}, "mamba_n_heads=4 of mamba_d_head=16 are not mamba_expand=3 times"),
         ("granitemoehybrid", {"num_experts_per_tok": 0}, "num_experts_per_tok=0 of n_routed_experts=4 leave out all"),

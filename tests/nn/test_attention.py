@@ -6,11 +6,13 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from lm_trainer.nn.attention import Attention, causal_bias
-from lm_trainer.nn.spec import AttentionSpec, ScoreSpec
+from lm_trainer.nn import attention
+from lm_trainer.nn.attention import Attention, Reach, cache_bias, causal_bias, make_context
+from lm_trainer.nn.spec import AttentionSpec, PositionScaleSpec, ScoreSpec
 from lm_trainer.nn.xla_attention import dot_product_attention
-from tests.nn.common import built, context, make_init, weight_of
+from tests.nn.common import BLOCK, built, context, make_init, weight_of
 
 B, S, N, H = 2, 10, 3, 4
 SEGMENTS = np.array([[0] * 4 + [1] * 5 + [-1], [7] * 10], np.int32)
@@ -94,3 +96,42 @@ def test_upcast_keeps_scores_in_float32():
     # Scores near 100 are rounded to halves in bfloat16, which moves probabilities by half of themselves.
     assert errors[True] < 2**-8
     assert errors[False] > 3 * errors[True]
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(None, 4), (3, 4), (None, 20), (2, None)])
+def test_a_query_sees_its_window_of_its_own_chunk_of_a_document(window: int | None, chunk: int | None) -> None:
+    spec = dataclasses.replace(SPEC, window=window, chunk=chunk)
+    positions = np.array([[*range(4), *range(5), 0], [*range(10)]])
+
+    def is_visible(b: int, s: int, t: int) -> bool:
+        p, q = positions[b, s], positions[b, t]
+        near = window is None or s - t < window
+        return bool(t <= s and SEGMENTS[b, s] == SEGMENTS[b, t] and near and p // (chunk or 99) == q // (chunk or 99))
+
+    visible = np.array([[[is_visible(b, s, t) for t in range(S)] for s in range(S)] for b in range(B)])
+    block = dataclasses.replace(BLOCK, mixer=spec)
+    made = jax.jit(lambda *rows: make_context((block,), *rows))(positions.astype(np.int32), SEGMENTS)
+    np.testing.assert_array_equal(np.asarray(made.biases_B1ST[Reach.from_spec(spec)])[:, 0] == 0, visible)
+    q, k, v = qkv()
+    actual = jax.jit(lambda q, k, v: attention.attend(spec, q, k, v, made, 0))(q, k, v)
+    for b, s, n in np.ndindex(B, S, N):
+        seen = np.flatnonzero(visible[b, s])
+        p = np.exp([q[b, s, n].astype(np.float64) @ k[b, t, n] / math.sqrt(H) for t in seen])
+        np.testing.assert_allclose(actual[b, s, n], p / p.sum() @ v[b, seen, n], atol=1e-5)
+
+
+def test_a_cache_shows_the_chunk_of_a_new_position() -> None:
+    bias = cache_bias(jnp.asarray([[5, 6], [3, 4]]), 8, Reach(window=3, chunk=4))
+    seen = [[np.flatnonzero(row).tolist() for row in rows] for rows in np.asarray(bias)[:, 0] == 0]
+    assert seen == [[[4, 5], [4, 5, 6]], [[1, 2, 3], [4]]]
+
+
+def test_the_scale_of_scores_grows_with_positions() -> None:
+    scale = PositionScaleSpec(interval=3, rate=0.5)
+    spec = dataclasses.replace(SPEC, scores=ScoreSpec(position_scale=scale))
+    segments = np.zeros((B, S), np.int32)
+    q, k, v = qkv()
+    factors = 1 + 0.5 * np.log(1 + np.floor((np.arange(S) + 1) / 3))
+    actual = jax.jit(lambda q, k, v: attention.attend(spec, q, k, v, context(segments, spec), 0))(q, k, v)
+    expected = brute_force(q * factors[None, :, None, None] / math.sqrt(H), k, v, segments)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)

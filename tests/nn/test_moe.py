@@ -192,3 +192,19 @@ def test_experts_with_biases_and_bounds():
             lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-3, atol=1e-4), gradients["dense"], gradients[kernel]
         )
     assert all(np.any(leaf) for leaf in jax.tree.leaves(gradients["dense"]))
+
+
+@pytest.mark.parametrize("kernel", ["ragged_dot", "dense", "grouped"])
+def test_weights_of_inputs(kernel: ExpertKernel) -> None:
+    """As in Llama 4: the sigmoid of a logit multiplies the input of its expert."""
+    scores = RouterSpec(scores="sigmoid", renormalize=False)
+    moe = build(MoeSpec(F, E, K, router=scores, kernel=kernel, weighs_inputs=True))
+    gate, up, down = (np.asarray(w[...], np.float64) for w in (moe.gate, moe.up, moe.down))
+    expected = np.zeros((X.shape[0] * X.shape[1], D))
+    for token, (x, logits) in enumerate(zip(X.reshape(-1, D), router(moe), strict=True)):
+        for e in np.argsort(-logits)[:K]:
+            weighted = x / (1 + np.exp(-logits[e]))
+            g = weighted @ gate[e]
+            expected[token] += (g / (1 + np.exp(-g)) * (weighted @ up[e])) @ down[e]
+    actual = jax.jit(lambda x: moe(x, jnp.asarray(EVERY))[0])(jnp.asarray(X))
+    np.testing.assert_allclose(actual, expected.reshape(X.shape), atol=1e-4)

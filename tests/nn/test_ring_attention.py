@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from lm_trainer.nn.attention import causal_bias
+from lm_trainer.nn.attention import Reach, attend, causal_bias, make_context
 from lm_trainer.nn.attention_dispatch import dispatch_attention
 from lm_trainer.nn.positions import alibi_bias, alibi_slopes
 from lm_trainer.nn.ring_attention import RowMetadata, ring_attention
 from lm_trainer.nn.ring_layout import RingLayout, from_zigzag, to_zigzag
-from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, ScoreSpec
+from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, BlockSpec, MlpSpec, ScoreSpec
 from lm_trainer.parallel.collectives import all_gather
 from tests.compiling import quick_jit
 
@@ -224,3 +224,27 @@ def test_no_array_has_all_pairs_and_no_keys_are_gathered():
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * length // devices * length
     assert "collective-permute" in text
     assert not re.findall(r"= \(?f32\S* all-gather", text)
+
+
+def test_chunks_of_documents_are_those_of_whole_rows() -> None:
+    spec = dataclasses.replace(spec_of(3), chunk=7)
+    block = BlockSpec(spec, MlpSpec(hidden_dim=8))
+
+    def part(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, positions: jax.Array) -> jax.Array:
+        q, k, v, segments, positions = map(to_zigzag, (q, k, v, segments, positions))
+        return from_zigzag(attend(spec, q, k, v, make_context((block,), positions, segments, ring=True), 0))
+
+    mesh = Mesh(np.array(jax.devices()[:4]), ("context",))
+    ring = jax.shard_map(part, mesh=mesh, in_specs=(SHARDED,) * 5, out_specs=SHARDED, check_vma=False)
+    chunks = jnp.asarray(Reach(chunk=7).split_segments(SEGMENTS, POSITIONS, T))
+    in_chunks = AttentionSpec(N, H, num_kv_heads=K)
+
+    def whole(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return dispatch_attention(in_chunks, q / math.sqrt(H), k, v, causal_bias(chunks))
+
+    for row, rows in enumerate(np.asarray(chunks)):
+        ends = np.flatnonzero(np.diff(rows)) + 1
+        documents = np.split(np.asarray(POSITIONS)[row], ends)
+        assert all((piece // 7 == piece[0] // 7).all() for piece in documents)
+    actual = result_and_gradients(lambda q, k, v: ring(q, k, v, SEGMENTS, POSITIONS))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), actual, result_and_gradients(whole))

@@ -57,9 +57,14 @@ def test_blocks_with_a_visible_pair_are_computed(length: int, window: int | None
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 32, 100])
-def test_the_mask_leaves_earlier_positions_in_the_window(window: int | None) -> None:
-    spec = AttentionSpec(num_heads=2, head_dim=64, window=window)
-    visible = sum(key <= query and (window is None or query - key < window) for query in range(32) for key in range(32))
+@pytest.mark.parametrize("chunk", [None, 1, 5, 16, 100])
+def test_the_mask_leaves_earlier_positions_in_window_and_chunk(window: int | None, chunk: int | None) -> None:
+    spec = AttentionSpec(num_heads=2, head_dim=64, window=window, chunk=chunk)
+    visible = sum(
+        key <= query and (window is None or query - key < window) and (chunk is None or query // chunk == key // chunk)
+        for query in range(32)
+        for key in range(32)
+    )
     assert visible_share(spec, 32) == pytest.approx(visible / 32**2)
 
 
