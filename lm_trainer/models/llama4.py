@@ -10,7 +10,13 @@ from pydantic import Field, model_validator
 
 from lm_trainer.models.experts import GroupedExpertsConfig, shared_expert_tensors
 from lm_trainer.models.hf_table import HfFamily, HfField, HfTensor, linear_tensors
-from lm_trainer.models.no_rope import LayersWithoutRopeConfig, every_nth_layer, no_rope_from_hf, no_rope_to_hf
+from lm_trainer.models.no_rope import (
+    LayersWithoutRopeConfig,
+    every_nth_layer,
+    listed_or_every_nth,
+    no_rope_from_hf,
+    no_rope_to_hf,
+)
 from lm_trainer.models.qwen_moe import check_layers_exist
 from lm_trainer.models.rope import AnyRope, DefaultRope, rope_from_hf
 from lm_trainer.models.rotary import (
@@ -51,9 +57,7 @@ def _layer_types(without_rope: tuple[int, ...], num_layers: int) -> list[str]:
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     num_layers, step = hf.get("num_hidden_layers") or _LAYERS, hf.get("interleave_moe_layer_step") or 1
     no_rope = no_rope_from_hf(hf, num_layers)
-    without_rope = no_rope["layers_without_rope"]
-    if without_rope is None:
-        without_rope = every_nth_layer(no_rope["no_rope_layer_interval"], num_layers)
+    without_rope = listed_or_every_nth(no_rope["layers_without_rope"], no_rope["no_rope_layer_interval"], num_layers)
     kinds = _layer_types(without_rope, num_layers)
     if (hf.get("layer_types") or kinds) != kinds:
         raise ValueError("layer_types is not supported where it differs from no_rope_layers")
@@ -167,8 +171,7 @@ class Llama4Config(LayersWithoutRopeConfig, GroupedExpertsConfig):
     @property
     def indices_with_experts(self) -> tuple[int, ...]:
         """`moe_layers` with its default resolved."""
-        every_nth = every_nth_layer(self.interleave_moe_layer_step, self.num_layers)
-        return every_nth if self.moe_layers is None else self.moe_layers
+        return listed_or_every_nth(self.moe_layers, self.interleave_moe_layer_step, self.num_layers)
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         plain = replace(self.attention_spec(), bias=self.use_bias, out_bias=self.use_bias)

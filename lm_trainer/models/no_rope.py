@@ -15,6 +15,11 @@ def every_nth_layer(interval: int, num_layers: int) -> tuple[int, ...]:
     return tuple(range(interval - 1, num_layers, interval))
 
 
+def listed_or_every_nth(listed: tuple[int, ...] | None, interval: int, num_layers: int) -> tuple[int, ...]:
+    """Returns the listed layers; without a list, every n-th layer."""
+    return every_nth_layer(interval, num_layers) if listed is None else listed
+
+
 class LayersWithoutRopeConfig(RotaryConfig):
     """Settings of a decoder in which every n-th layer, or each layer of a list, has no positions."""
 
@@ -33,8 +38,7 @@ class LayersWithoutRopeConfig(RotaryConfig):
     @property
     def indices_without_rope(self) -> tuple[int, ...]:
         """`layers_without_rope` with its default resolved."""
-        every_nth = every_nth_layer(self.no_rope_layer_interval, self.num_layers)
-        return every_nth if self.layers_without_rope is None else self.layers_without_rope
+        return listed_or_every_nth(self.layers_without_rope, self.no_rope_layer_interval, self.num_layers)
 
 
 def no_rope_from_hf(hf: Mapping[str, Any], num_layers: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from lm_trainer.models.hf_table import HfFamily
-from lm_trainer.models.no_rope import LayersWithoutRopeConfig, every_nth_layer, no_rope_from_hf, no_rope_to_hf
+from lm_trainer.models.no_rope import LayersWithoutRopeConfig, listed_or_every_nth, no_rope_from_hf, no_rope_to_hf
 from lm_trainer.models.rope import AnyRope, DefaultRope, rope_from_hf
 from lm_trainer.models.rotary import (
     ATTENTION,
@@ -30,9 +30,7 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     no_rope = no_rope_from_hf(hf, num_layers)
     has_window, window = bool(hf.get("use_sliding_window")), hf.get("sliding_window")
     window = window if has_window else None
-    windowed = no_rope["layers_without_rope"]
-    if windowed is None:
-        windowed = every_nth_layer(no_rope["no_rope_layer_interval"], num_layers)
+    windowed = listed_or_every_nth(no_rope["layers_without_rope"], no_rope["no_rope_layer_interval"], num_layers)
     kinds = ["sliding_attention" if window and layer in windowed else "full_attention" for layer in range(num_layers)]
     if (hf.get("layer_types") or kinds) != kinds:
         raise ValueError("layer_types is not supported where it differs from use_sliding_window and no_rope_layers")

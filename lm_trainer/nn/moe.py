@@ -151,8 +151,7 @@ class Moe(nnx.Module):
             return y_MEF * weights_ME[..., None] if applies else y_MEF
 
         # Weighted before the last product, which is linear: the product then sums over experts and their widths at
-        # once.
-        # The products of weighted inputs are linear too. Without biases, an input of zero has a result of zero.
+        # once. The products of weighted inputs are linear too: without biases, an input of zero has a result of zero.
         weighs_inputs = self.spec.weighs_inputs
         gate_MEF = _activate_gate(self.spec, weigh(product(gate, self.gate_bias), weighs_inputs))
         up_MEF = _bound_linear_term(self.spec, weigh(product(up, self.up_bias), weighs_inputs))
