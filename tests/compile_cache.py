@@ -122,5 +122,14 @@ def read_program(path: Path) -> bytes | None:
         return None
 
 
+def write_program(path: Path, content: bytes) -> None:
+    """Writes an entry, or nothing where the disk is full."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = path.with_name(f"{path.name}.{os.getpid()}")
+        written.write_bytes(zstandard.ZstdCompressor().compress(content))
+        written.replace(path)
+
+
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from collections import deque
@@ -11,10 +10,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import zstandard
-
 from lm_trainer.core.nested_collectives import has_nested_collectives
-from tests.compile_cache import read_program
+from tests.compile_cache import read_program, write_program
 
 
 @functools.cache
@@ -90,7 +87,7 @@ class _Serialized:
             return program
         program = cls.compile(backend, module, devices, options, host_callbacks)
         if len(devices) == 1 or not has_nested_collectives(program.hlo_modules()[0].to_string()):
-            _write(path, compilation_cache.combine_executable_and_time(program.serialize(), 0))
+            write_program(path, compilation_cache.combine_executable_and_time(program.serialize(), 0))
         return program
 
     @classmethod
@@ -98,14 +95,6 @@ class _Serialized:
         assert cls.identify is not None
         content = next((content for program, content in cls.read if program is item), None)
         return cls.identify(pickler, item) if content is None else ("exec", content)
-
-
-def _write(path: Path, content: bytes) -> None:
-    with contextlib.suppress(OSError):  # a full disk costs time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written = path.with_name(f"{path.name}.{os.getpid()}")
-        written.write_bytes(zstandard.ZstdCompressor().compress(content))
-        written.replace(path)
 
 
 class _Writer:

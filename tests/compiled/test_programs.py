@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import compiler
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from benchmarks.plan_error import VOCAB, config_of
@@ -38,6 +39,7 @@ from lm_trainer.step.dispatch.measured_programs import MeasuredPrograms
 from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.dispatch.recorder import Key, Measure, MeasuredProgram, measure_traced
 from lm_trainer.step.dispatch.repeatable import compile_repeatable
+from tests.compiled.kept import Compile
 
 pytestmark = pytest.mark.aot
 
@@ -129,8 +131,11 @@ def test_a_microbatch_is_one_program_on_every_device_and_mesh(
     assert "different programs" not in caplog.text
 
 
-def test_what_is_compiled_for_another_chip_than_the_first_checks_where_it_runs():
+def test_what_is_compiled_for_another_chip_than_the_first_checks_where_it_runs(
+    compile_anew: Compile, monkeypatch: pytest.MonkeyPatch
+):
     """Reason for which programs of a TPU's chips are neither shared among chips nor kept: `compile_per_device.py`."""
+    monkeypatch.setattr(compiler, "backend_compile_and_load", compile_anew)
     checks = []
     for device in described("v5e:2x2"):
         x = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16, sharding=SingleDeviceSharding(device))
