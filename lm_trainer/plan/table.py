@@ -74,10 +74,8 @@ def _plan_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
         else:
             yield "expected", _describe_expectation(time, time.expected)
         if (checks := time.checks) is not None:
-            yield (
-                "hardware checks",
-                f"{format_duration(checks.seconds)} once in {format_count(checks.every, 'step')}, {checks.share:.2%} of the time",
-            )
+            once = f"{format_duration(checks.seconds)} once in {format_count(checks.every, 'step')}"
+            yield "hardware checks", f"{once}, {checks.share:.2%} of the time"
         if (least := _unreachable_time_warning(plan)) is not None:
             yield "  not to be had", least
         yield "time", f"{format_duration(time.seconds)}, {time.device_hours:,.4g} device hours"
