@@ -27,7 +27,7 @@ from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.branch import BranchPoint
 from lm_trainer.run.files.directory import RunDirectory, checkpoint_directory
 from lm_trainer.run.files.environment import describe_environment, environment_differences
-from lm_trainer.run.files.records import RUN, read_run_record
+from lm_trainer.run.files.records import RUN
 from lm_trainer.run.training.checkpoints import EMPTY_STEPS
 from lm_trainer.run.weights.saved_model import copy_model_files
 from lm_trainer.run.weights.saved_state import save_state
@@ -155,9 +155,10 @@ def prepare_branch(plan: BranchPlan, progress: Progress) -> Path:
 
 
 def _is_prepared(plan: BranchPlan, directory: RunDirectory) -> bool:
-    if not (directory.path / RUN).is_file():
+    record = directory.read_own_record()
+    if record is None:
         return False
-    existing = BranchPoint.from_record(read_run_record(directory.path), directory.path / RUN)
+    existing = BranchPoint.from_record(record, directory.path / RUN)
     if existing is None:
         raise UserError(f"{directory.path} is a run that is no branch; choose another NAME")
     if not existing.same_start(plan.point):

@@ -106,6 +106,10 @@ class Rerun:
         """Computes the fingerprint that the run should have at this step; None if the checkpoint has no hash chain."""
         return None if self._chain is None else compute_fingerprint(self._chain, self.compute_hashes())
 
+    def compute_state_hashes(self) -> dict[str, str]:
+        """Computes the hash of every array that a checkpoint of this state would contain, by name."""
+        return compute_hashes(arrays_to_save(self.state, self.run.setup))
+
     def compute_checksums(self) -> dict[str, int]:
         """Computes the checksum of every array that a checkpoint of this state would contain, by name."""
         return compute_checksums(arrays_to_save(self.state, self.run.setup))

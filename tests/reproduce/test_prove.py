@@ -23,15 +23,20 @@ def _one_device() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_key(directory: Path) -> Path:
+    """Writes a new key to sign with, and returns its file."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-    file = tmp_path_factory.mktemp("key") / "key.pem"
+    file = directory / "key.pem"
     private = Ed25519PrivateKey.generate()
     file.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     return file
+
+
+@pytest.fixture(scope="module")
+def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_key(tmp_path_factory.mktemp("key"))
 
 
 def prove(key: Path, *args: str) -> None:
