@@ -18,6 +18,7 @@ from lm_trainer.core.result_keys import find_result_effect
 from lm_trainer.reproduce.branch_changes import Change, changes_data, changes_optimizer, find_refusal
 from lm_trainer.reproduce.record import RunRecord
 from lm_trainer.reproduce.rerun import Rerun, configure_as_recorded, open_rerun
+from lm_trainer.reproduce.same_data import check_text_exists
 from lm_trainer.reproduce.verify import Difference, Segment, compare_step, verify_segment
 from lm_trainer.run.config.recorded_keys import config_with_recorded_keys
 from lm_trainer.run.config.result_parts import select_numeric_settings
@@ -148,6 +149,8 @@ def prepare_branch(plan: BranchPlan, progress: Progress) -> Path:
     with contextlib.chdir(plan.record.root):
         directory = RunDirectory(plan.config.trainer, plan.config, plan.name)
         if not _is_prepared(plan, directory):
+            # Before anything is written.
+            check_text_exists(plan.name, plan.config.data)
             # Before a checkpoint is read, which starts the backends.
             configure_as_recorded(plan.record, plan.config.trainer, plan.point.step)
             _prepare(plan, directory, progress)

@@ -247,7 +247,7 @@ def check_data(proof: Proof, progress: Progress) -> None:
     """
     record, step = proof.record, max(map(int, proof.statement["checkpoints"]))
     config = record.load_config(record.last)
-    with contextlib.chdir(record.root), closing(open_complete_data(config, progress)) as data:
+    with contextlib.chdir(record.root), closing(open_complete_data(record.id, config, progress)) as data:
         check_same_data(record.id, data, step, proof.statement["data"])
 
 

@@ -36,7 +36,7 @@ class Recorded(NamedTuple):
     def locate(self, devices: int, other: str) -> dict[str, Any]:
         """Bisects the run and another one."""
         result = self.lmt(devices, "bisect", "runs", "run", other, "--json")
-        assert result.returncode == 1, result.stderr
+        assert (result.returncode, bool(result.stdout)) == (1, True), result.stderr
         report = as_json(result)
         assert report["reproduced"] == {"run": True, other: True}
         return report
