@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from lm_trainer.core.errors import UserError
@@ -88,7 +87,7 @@ def find_shared_step(a: RunRecord, b: RunRecord) -> int | None:
 
 
 def _ancestors(run: RunRecord) -> dict[str, int]:
-    """Returns the last step that a run shares with itself and each of its ancestors, by run directory."""
+    """Returns the last step that a run shares with itself and each of its ancestors, by location."""
     steps, shared = {run.location: run.last}, run.last
     while run.branch is not None and run.parent is not None:
         shared, run = min(shared, run.branch.step), run.parent
