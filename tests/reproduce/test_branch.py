@@ -96,6 +96,7 @@ def test_a_branch_between_checkpoints_replays_to_its_step(copied: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "equal up to 3, then" in run_here("diff", "run", "second").stdout
     assert as_json(run_here("diff", "run", "second", "--json"))["shared"] == 3
+    refused(run_here("prove", "second", "-o", "proof", "--key", "key.pem"), "second is a branch of half", "prove half")
     tree = [(depth, run.id, run.branched_at) for depth, run in as_tree(list_runs([copied / "logs"]))]
     assert tree == [(0, "run", None), (1, "half", 3), (2, "second", 4)]
     lines = run_here("runs").stdout.splitlines()

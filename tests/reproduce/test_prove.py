@@ -116,6 +116,16 @@ def test_a_record_that_contradicts_itself_is_not_signed(copied: Path, key: Path)
     assert not Path("proof").exists()
 
 
+def test_a_run_in_progress_is_proved_up_to_its_newest_checkpoint(copied: Path, key: Path) -> None:
+    shutil.rmtree("checkpoints/run/6")
+    result = run_here("prove", "run", "-o", "proof", "--key", key, "--json")
+    assert result.returncode == 0, result.stderr
+    statement = as_json(result)
+    saved = next(line for line in metrics(copied) if line["step"] == 4 and "fingerprint" in line)
+    assert (statement["steps"], statement["fingerprint"]) == (4, saved["fingerprint"])
+    assert max(line["step"] for line in metrics(copied / "proof")) == 4
+
+
 @pytest.mark.slow
 def test_segments_are_computed_again_from_a_copy_of_the_proof(copied: Path, key: Path, run_lmt: RunLmt) -> None:
     prove(key, "--checkpoints")
