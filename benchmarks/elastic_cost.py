@@ -91,10 +91,9 @@ def build_setup_of_kind(kind: str, devices: int, size: argparse.Namespace) -> An
 
 def select_shape(size: argparse.Namespace) -> Shape:
     """Returns the model that the options select."""
-    custom = Shape(
-        "gpt2", size.layers, size.hidden, size.hidden // 64, seq_len=size.seq_len, rows=size.batch, vocab=2048
-    )
-    return replace(SHAPES[size.shape], seq_len=size.seq_len, rows=size.batch) if size.shape else custom
+    if size.shape:
+        return replace(SHAPES[size.shape], seq_len=size.seq_len, rows=size.batch)
+    return Shape("gpt2", size.layers, size.hidden, size.hidden // 64, seq_len=size.seq_len, rows=size.batch, vocab=2048)
 
 
 def make_batch(size: argparse.Namespace) -> Any:

@@ -138,12 +138,14 @@ def verify(
     repair: Annotated[
         bool, typer.Option("--repair", help="Remove damaged parts, so lmt data build rebuilds them.")
     ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check every cache file against the digest recorded when it was written.
 
     Also fails if a cache is unfinished or does not match the configuration.
     """
     run = load_run_config(ctx, config, overrides)
+    from lm_trainer.core.terminal import json_line
     from lm_trainer.data import inspect as report
     from lm_trainer.data.cache.kvstore import KvStore
 
@@ -152,20 +154,19 @@ def verify(
         # A cache that does not match the configuration would not be rebuilt.
         _refuse_mismatched_caches(caches)
     wrong: list[str] = []
+    results: list[dict[str, Any]] = []
     for cache in caches:
-        if not cache.begun:
-            clean.echo(f"{cache.name}: not built")
-            continue
-        store, parts = KvStore(cache.url), len(cache.ledger.parts)
-        damaged = report.find_damaged_parts(store, cache.ledger)
+        store = KvStore(cache.url)
+        damaged = report.find_damaged_parts(store, cache.ledger) if cache.begun else {}
         problems = [line for lines in damaged.values() for line in lines]
         wrong += problems
-        outcome = (
-            f"{parts} parts, {f'{len(problems)} files wrong' if problems else 'all whole'}" if parts else "no parts"
-        )
-        clean.echo(f"{cache.name}: {outcome}{'' if cache.ledger.finished else ', not finished'}")
-        if repair and damaged:
-            _remove_damaged(cache, store, damaged)
+        removed = _remove_damaged(cache, store, damaged) if repair and damaged else 0
+        parts = len(cache.ledger.parts)
+        results.append(_named(cache, {"parts": parts, "problems": problems, "removed_parts": removed}))
+        if not as_json:
+            _print_verified(cache, problems, removed)
+    if as_json:
+        clean.echo(json_line({"caches": results}))
     if wrong and not repair:
         lines = "\n".join(f"  {line}" for line in wrong)
         raise MachineError(
@@ -177,13 +178,24 @@ def verify(
         raise UserError(f"not finished: {', '.join(missing)}; run: lmt data build")
 
 
-def _remove_damaged(cache: "CacheStatus", store: "KvStore", parts: Collection[int]) -> None:
+def _print_verified(cache: "CacheStatus", problems: list[str], removed: int) -> None:
+    if not cache.begun:
+        clean.echo(f"{cache.name}: not built")
+        return
+    parts = len(cache.ledger.parts)
+    outcome = f"{parts} parts, {f'{len(problems)} files wrong' if problems else 'all whole'}" if parts else "no parts"
+    clean.echo(f"{cache.name}: {outcome}{'' if cache.ledger.finished else ', not finished'}")
+    if removed:
+        clean.echo(f"{cache.name}: {removed} damaged parts removed; lmt data build makes them again")
+
+
+def _remove_damaged(cache: "CacheStatus", store: "KvStore", parts: Collection[int]) -> int:
+    """Removes damaged parts, and returns their number."""
     from lm_trainer.data.inspect import remove_parts
 
     if cache.prebuilt:
         raise UserError(f"{cache.url} was built elsewhere; repair it where it was built")
-    removed = remove_parts(store, cache.ledger, parts)
-    clean.echo(f"{cache.name}: {removed} damaged parts removed; lmt data build makes them again")
+    return remove_parts(store, cache.ledger, parts)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -195,6 +207,7 @@ def inspect(
     first: Annotated[int, typer.Option("--first", metavar="N", min=0, help="Index of the first document or pair.")] = 0,
     count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Number of documents or pairs.")] = 3,
     chars: CharsOption = 300,
+    as_json: JsonOption = False,
 ) -> None:
     """Print documents, or pairs of answers, as they are stored in the cache: source, tokens and text.
 
@@ -203,7 +216,13 @@ def inspect(
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.data import inspect as report
 
-    for shown in report.inspect_documents(run.data, cache, first, count, chars):
+    documents = report.inspect_documents(run.data, cache, first, count, chars)
+    if as_json:
+        from lm_trainer.core.terminal import json_line
+
+        clean.echo(json_line({"documents": [{**x._asdict(), "text": x.text[: chars or None]} for x in documents]}))
+        return
+    for shown in documents:
         name = f"{shown.number} {shown.role}".rstrip()
         clean.echo(f"[{name}] {shown.where}: {shown.tokens} tokens, {shown.in_loss} of them learnt")
         truncate = chars and len(shown.text) > chars

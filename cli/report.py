@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cli import clean
-from cli.common import path_option, storage_argument
+from cli.common import JsonOption, path_option, storage_argument
 
 
 def report(
@@ -19,6 +19,7 @@ def report(
         Path | None,
         path_option("--figures", metavar="DIR", help="Also write the curves to DIR, as SVG and PNG files."),
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Write an HTML page about one run, or a comparison of several runs, as a single file that works offline.
 
@@ -26,7 +27,8 @@ def report(
     evaluations, alerts, samples, token probabilities and the fingerprint. For several runs, also shows the differences
     between their configurations, the first step at which they diverge bitwise, and the number of tokens that each run
     needs to reach the first run's loss. A branch is drawn from its first step on, next to its parent, with the
-    difference of their losses at equal tokens and its interval. Runs may still be in progress.
+    difference of their losses at equal tokens and its interval. Runs may still be in progress. With --json, prints the
+    same figures without the curves.
 
     For example:
 
@@ -35,14 +37,21 @@ def report(
         lmt report my-run other-run --out both.html --figures figures
     """
     from lm_trainer.core.files import write_atomically
+    from lm_trainer.core.terminal import json_line
     from lm_trainer.report.figures import write_figures
-    from lm_trainer.report.page import build_report_page
+    from lm_trainer.report.page import build_report_page, report_facts
     from lm_trainer.report.run import read_run, with_unique_names
+    from lm_trainer.trackers.jsonl import encode_non_finite
 
     loaded = with_unique_names([read_run(run) for run in runs])
     out = out or Path(f"{'-'.join(run.path.name for run in loaded[:3])}-report.html")
     page = build_report_page(loaded)
     write_atomically(out, page)
+    curves = [] if figures is None else write_figures(loaded, figures)
+    if as_json:
+        facts = {**report_facts(loaded), "page": str(out), "figures": [str(file) for file in curves]}
+        clean.echo(json_line(encode_non_finite(facts)))
+        return
     clean.echo(f"wrote {out} ({len(page.encode()) / 1e6:.1f} MB)")
     if figures is not None:
-        clean.echo(f"wrote {len(write_figures(loaded, figures))} files to {figures}")
+        clean.echo(f"wrote {len(curves)} files to {figures}")

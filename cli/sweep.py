@@ -1,14 +1,18 @@
 """`lmt sweep`: trains one configuration with several values of some keys."""
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cli import clean
-from cli.common import ConfigArgument, OverridesArgument, load_run_config, path_option
+from cli.common import ConfigArgument, JsonOption, OverridesArgument, load_run_config, path_option
 from lm_trainer.core.errors import UserError
+
+if TYPE_CHECKING:
+    from lm_trainer.sweep.settings import SweepRun
 
 
 def sweep(
@@ -39,6 +43,7 @@ def sweep(
         Path | None,
         path_option("--out", metavar="FILE.html", help="Report to write.", show_default="NAME-sweep.html"),
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Train a configuration with every combination of the values of some keys, one run after the other.
 
@@ -68,8 +73,7 @@ def sweep(
     configs = [load_run_config(ctx, config, list(run.overrides)) for run in runs]
     states = [run_state(loaded, run) for loaded, run in zip(configs, runs, strict=True)]
     if dry_run:
-        for run, state in zip(runs, states, strict=True):
-            clean.echo(f"{run.run_id}  {state}  lmt train {shlex.join([str(config), *run.overrides])}")
+        _print_runs(runs, states, config, as_json=as_json)
         return
     todo = [run for run, state in zip(runs, states, strict=True) if state != "done"]
     if len(todo) < len(runs):
@@ -80,13 +84,30 @@ def sweep(
     _write_report(
         [run_directory(loaded, run) for loaded, run in zip(configs, runs, strict=True)],
         out or Path(f"{name}-sweep.html"),
+        as_json=as_json,
     )
     raise typer.Exit(code)
 
 
-def _write_report(directories: list[Path], out: Path) -> None:
+def _print_runs(runs: "Sequence[SweepRun]", states: Sequence[str], config: Path, *, as_json: bool) -> None:
+    commands = [["lmt", "train", str(config), *run.overrides] for run in runs]
+    if as_json:
+        from lm_trainer.core.terminal import json_line
+
+        entries = [
+            {"run": run.run_id, "state": state, "values": dict(run.settings), "command": command}
+            for run, state, command in zip(runs, states, commands, strict=True)
+        ]
+        clean.echo(json_line({"runs": entries}))
+        return
+    for run, state, command in zip(runs, states, commands, strict=True):
+        clean.echo(f"{run.run_id}  {state}  {shlex.join(command)}")
+
+
+def _write_report(directories: list[Path], out: Path, *, as_json: bool) -> None:
     """Prints the table of the runs that have done a step, and writes the report."""
     from lm_trainer.core.files import write_atomically
+    from lm_trainer.core.terminal import json_line
     from lm_trainer.report.comparison import compare_runs_in_table
     from lm_trainer.report.page import build_report_page
     from lm_trainer.report.run import read_run
@@ -94,11 +115,17 @@ def _write_report(directories: list[Path], out: Path) -> None:
 
     started = [directory for directory in directories if (directory / METRICS).is_file()]
     if not started:
+        if as_json:
+            clean.echo(json_line({"runs": []}))
         return
     loaded = [read_run(str(directory)) for directory in started]
-    rows = compare_runs_in_table(loaded).text_rows()
+    table = compare_runs_in_table(loaded)
+    write_atomically(out, build_report_page(loaded))
+    if as_json:
+        clean.echo(json_line({**table.as_dict(), "page": str(out)}))
+        return
+    rows = table.text_rows()
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         clean.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    write_atomically(out, build_report_page(loaded))
     clean.echo(f"wrote {out}")

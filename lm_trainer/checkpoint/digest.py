@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lm_trainer.core.bits import UNSIGNED, flat_index, mix_bits, read_bits
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 
-_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 _SMALL = 2**16
 """Maximum number of elements for which NumPy on a CPU is faster than compiling a JAX program for the shape."""
 # Each sum in `compute_hashes` has its own salt, so that a collision in one sum does not imply a collision in the other.
@@ -54,14 +54,7 @@ def _checksum(bits: Any, index: Any) -> list[Any]:
 
 
 def _salted_sums(bits: Any, index: Any) -> list[Any]:
-    return [_mix(bits ^ _mix(index + np.uint32(salt))).sum(dtype=np.uint32) for salt in _SALTS]
-
-
-def _mix(x: Any) -> Any:
-    """Applies the 32-bit finalizer of MurmurHash3 (Appleby 2011), a permutation that mixes all bits."""
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> np.uint32(16))
+    return [mix_bits(bits ^ mix_bits(index + np.uint32(salt))).sum(dtype=np.uint32) for salt in _SALTS]
 
 
 def _compute_sums(sums: SumFunction, arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, list[int]]:
@@ -95,20 +88,13 @@ def _read_scalar(x: Any) -> int:
 def _bits_and_index_on_host(x: jax.Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Like `_bits_and_index`, but for the flattened array and with NumPy."""
     elements = np.asarray(x).reshape(-1)
-    bits = elements.view(_BITS[elements.dtype.itemsize]).astype(np.uint32)
+    bits = elements.view(UNSIGNED[elements.dtype.itemsize]).astype(np.uint32)
     return bits, np.arange(elements.size, dtype=np.uint32)
 
 
 def _bits_and_index(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the bits of each element as uint32 and its flat index modulo 2^32, both in the shape of `x`."""
-    # Booleans cannot be bitcast.
-    x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
-    bits = jax.lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize]).astype(jnp.uint32)
-    # The index is computed axis by axis, so that each device computes only the indices of its shard.
-    index = jnp.zeros(x.shape, jnp.uint32)
-    for axis, size in enumerate(x.shape):
-        index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    return bits, index
+    return read_bits(x), flat_index(x)
 
 
 def find_non_finite(arrays: Mapping[str, jax.Array]) -> list[str]:

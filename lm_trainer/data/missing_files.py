@@ -25,6 +25,11 @@ def find_missing_data(config: DataConfig, *, network: bool) -> Iterator[tuple[st
             find_pretrained(tokenizer)
         except UserError as error:
             yield "tokenizer", str(error).removeprefix("data.tokenizer: ")
+    yield from find_missing_text(config, network=network)
+
+
+def find_missing_text(config: DataConfig, *, network: bool) -> Iterator[tuple[str, str]]:
+    """Yields the missing text of training; arguments and results as for `find_missing_data`."""
     for name, set_config in config.sets.items():
         prefix = f"configs.{name}." if config.configs else ""
         previous_reason = ""

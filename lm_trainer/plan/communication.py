@@ -51,6 +51,16 @@ def _batch_axes_seconds(work: LayoutWork, machine: Machine) -> float:
     return part * gathered / ring + part * reduced / (exchange if _exchanges_between_all(work, machine) else ring)
 
 
+def gather_seconds(work: LayoutWork, machine: Machine) -> float:
+    """Returns the time of gathering the layers for one more microbatch, forward and backward; 0 if all parameters are
+    gathered for the whole step.
+    """
+    if not work.layerwise or work.shards == 1:
+        return 0.0
+    gathered = 2 * work.itemsize * work.params * (work.shards - 1) / work.shards
+    return gathered / machine.link_bandwidth(work.shards, work.devices // work.shards)
+
+
 def _exchanges_between_all(work: LayoutWork, machine: Machine) -> bool:
     """Returns True if gradients are added in one exchange between all devices.
 

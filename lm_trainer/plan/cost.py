@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
+from lm_trainer.plan.check_cost import CheckCost, check_cost
 from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.plan.layout_work import LayoutWork
 from lm_trainer.plan.machine import Machine
@@ -51,7 +52,8 @@ class RunTime:
     step_seconds: float
     """Duration of the first step in seconds."""
     seconds: float
-    """Duration of all steps in seconds, without start-up, evaluation and checkpoints."""
+    """Duration of all steps and of the checks of the hardware in seconds, without start-up, evaluation and checkpoints.
+    """
     device_hours: float
     cost: float | None
     """Cost in the currency of the price; None if no price is given."""
@@ -60,6 +62,8 @@ class RunTime:
     tokens_per_second_per_device: float
     expected: StepCost | None
     """Parts of the expected time of the largest step; None if the MFU is assumed."""
+    checks: CheckCost | None = None
+    """Cost of the checks of the hardware; None if the run makes none, or the layout is unknown."""
 
 
 def training_time(
@@ -91,16 +95,22 @@ def training_time(
         mfu = work.flops_per_token * layout.tokens_per_step / expected.seconds / (peak.flops * group.count)
     utilisation = MFU if mfu is None else mfu
     rate = peak.flops * group.count * utilisation
-    hours = work.flops / rate / 3600 * group.count
+    checks = None
+    if layout is not None:
+        largest_step = work.flops_per_token * layout.tokens_per_step / rate
+        checks = check_cost(layout, None if expected is None else machine, largest_step)
+    seconds = work.flops / rate * (1 if checks is None else 1 + checks.share)
+    hours = seconds / 3600 * group.count
     return RunTime(
         peak=peak.flops,
         step_seconds=work.flops_per_step / rate,
-        seconds=work.flops / rate,
+        seconds=seconds,
         device_hours=hours,
         cost=None if price is None else hours * price,
         mfu=utilisation,
         tokens_per_second_per_device=rate / work.flops_per_token / group.count,
         expected=expected,
+        checks=checks,
     )
 
 

@@ -55,8 +55,7 @@ def step_cost(work: LayoutWork, machine: Machine) -> StepCost:
     compute, repeated_products = _product_seconds(work, machine)
     attention, repeated_attention = _attention_seconds(work, machine)
     recompute = repeated_products + repeated_attention
-    even, stages = work.even_microbatches, work.sizes["pipeline"]
-    bubble = (work.plan.rows + stages - 1) / work.plan.rows - 1
+    even = work.even_microbatches
     memory = work.microbatches * microbatch_bytes(work, machine.kind) + update_bytes(work)
     sent = communication(work, machine)
     busy = even * (compute + attention + recompute) + memory / machine.memory_rate
@@ -68,8 +67,20 @@ def step_cost(work: LayoutWork, machine: Machine) -> StepCost:
         network=sent.batch + sent.activations,
         hidden=_hidden_seconds(work, sent, busy) * (1 - machine.efficiency.overlap_slowdown),
         # The busiest device has an integer number of microbatches.
-        idle=(work.microbatches - even + work.microbatches * bubble) * (compute + attention + recompute),
+        idle=(work.microbatches - even + work.microbatches * _bubble(work)) * (compute + attention + recompute),
     )
+
+
+def microbatch_seconds(work: LayoutWork, machine: Machine) -> float:
+    """Returns the time of one microbatch on a device, without the gathering of parameters over the batch axes."""
+    busy = sum(map(sum, (_product_seconds(work, machine), _attention_seconds(work, machine))))
+    traffic = microbatch_bytes(work, machine.kind) / machine.memory_rate
+    return (1 + _bubble(work)) * busy + traffic + communication(work, machine).activations / work.microbatches
+
+
+def _bubble(work: LayoutWork) -> float:
+    """Returns the time that a device of a pipeline waits for other stages, relative to the time of its computation."""
+    return (work.sizes["pipeline"] - 1) / work.plan.rows
 
 
 def _product_seconds(work: LayoutWork, machine: Machine) -> tuple[float, float]:

@@ -73,6 +73,9 @@ def _plan_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
             yield "step time", f"{time.step_seconds:.3g} s at an assumed MFU of {time.mfu:.0%}"
         else:
             yield "expected", _describe_expectation(time, time.expected)
+        if (checks := time.checks) is not None:
+            once = f"{format_duration(checks.seconds)} once in {format_count(checks.every, 'step')}"
+            yield "hardware checks", f"{once}, {checks.share:.2%} of the time"
         if (least := _unreachable_time_warning(plan)) is not None:
             yield "  not to be had", least
         yield "time", f"{format_duration(time.seconds)}, {time.device_hours:,.4g} device hours"

@@ -46,6 +46,38 @@ class ComparedRuns:
         ]
         return [heads, *rows]
 
+    def as_dict(self) -> dict[str, Any]:
+        """Returns everything as JSON values: each run with its values of the keys and its losses, and seeds' means."""
+        keys = [key for key in self.keys if key != _SEED]
+        return {
+            "keys": list(self.keys),
+            "runs": [
+                {
+                    "run": run.name,
+                    "state": run.state,
+                    "step": run.step,
+                    "values": dict(zip(self.keys, values, strict=True)),
+                    "losses": dict(zip(self.metrics, losses, strict=True)),
+                }
+                for run, values, losses in self.rows
+            ],
+            "best": {
+                metric: None if index is None else self.rows[index][0].name
+                for metric, index in zip(self.metrics, self.best, strict=True)
+            },
+            "seeds": [
+                {
+                    "values": dict(zip(keys, values, strict=True)),
+                    "runs": count,
+                    "losses": {
+                        metric: None if moments is None else {"mean": moments[0], "deviation": moments[1]}
+                        for metric, moments in zip(self.metrics, losses, strict=True)
+                    },
+                }
+                for values, count, losses in self.seed_groups()
+            ],
+        }
+
     def seed_groups(self) -> list[tuple[tuple[str, ...], int, tuple[tuple[float, float] | None, ...]]]:
         """Returns the settings that were trained with several seeds.
 

@@ -60,6 +60,15 @@ def build_report_page(runs: Sequence[ReportedRun]) -> str:
     )
 
 
+def report_facts(runs: Sequence[ReportedRun]) -> dict[str, Any]:
+    """Returns the figures of the page as JSON values, without its curves and token probabilities."""
+    return {
+        "runs": [_run_content(run) for run in runs],
+        "comparison": compare_runs_in_table(runs).as_dict() if len(runs) > 1 else None,
+        "pairs": [_compare_pair(runs[0], other) for other in runs[1:]],
+    }
+
+
 def _comparison(runs: Sequence[ReportedRun]) -> dict[str, Any]:
     """Returns the table of all runs, and the means of settings with several seeds."""
     compared = compare_runs_in_table(runs)

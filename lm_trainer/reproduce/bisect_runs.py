@@ -73,7 +73,7 @@ def bisect_runs(a: RunRecord, b: RunRecord, progress: Progress) -> RunBisection:
     Raises:
         UserError: if the runs have no step in common, if the step cannot be reached, or as for `open_rerun`.
     """
-    if a.path == b.path:
+    if a.location == b.location:
         raise UserError(f"{a.id} is given twice; name two runs, such as a run and its repetition")
     # Before a checkpoint is read, which starts the backends.
     configure_as_recorded(a, a.load_config(a.last).trainer, a.last)

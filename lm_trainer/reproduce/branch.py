@@ -18,6 +18,7 @@ from lm_trainer.core.result_keys import find_result_effect
 from lm_trainer.reproduce.branch_changes import Change, changes_data, changes_optimizer, find_refusal
 from lm_trainer.reproduce.record import RunRecord
 from lm_trainer.reproduce.rerun import Rerun, configure_as_recorded, open_rerun
+from lm_trainer.reproduce.same_data import check_text_exists
 from lm_trainer.reproduce.verify import Difference, Segment, compare_step, verify_segment
 from lm_trainer.run.config.recorded_keys import config_with_recorded_keys
 from lm_trainer.run.config.result_parts import select_numeric_settings
@@ -27,7 +28,7 @@ from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.branch import BranchPoint
 from lm_trainer.run.files.directory import RunDirectory, checkpoint_directory
 from lm_trainer.run.files.environment import describe_environment, environment_differences
-from lm_trainer.run.files.records import RUN, read_run_record
+from lm_trainer.run.files.records import RUN
 from lm_trainer.run.training.checkpoints import EMPTY_STEPS
 from lm_trainer.run.weights.saved_model import copy_model_files
 from lm_trainer.run.weights.saved_state import save_state
@@ -148,6 +149,8 @@ def prepare_branch(plan: BranchPlan, progress: Progress) -> Path:
     with contextlib.chdir(plan.record.root):
         directory = RunDirectory(plan.config.trainer, plan.config, plan.name)
         if not _is_prepared(plan, directory):
+            # Before anything is written.
+            check_text_exists(plan.name, plan.config.data)
             # Before a checkpoint is read, which starts the backends.
             configure_as_recorded(plan.record, plan.config.trainer, plan.point.step)
             _prepare(plan, directory, progress)
@@ -155,9 +158,10 @@ def prepare_branch(plan: BranchPlan, progress: Progress) -> Path:
 
 
 def _is_prepared(plan: BranchPlan, directory: RunDirectory) -> bool:
-    if not (directory.path / RUN).is_file():
+    record = directory.read_own_record()
+    if record is None:
         return False
-    existing = BranchPoint.from_record(read_run_record(directory.path), directory.path / RUN)
+    existing = BranchPoint.from_record(record, directory.path / RUN)
     if existing is None:
         raise UserError(f"{directory.path} is a run that is no branch; choose another NAME")
     if not existing.same_start(plan.point):

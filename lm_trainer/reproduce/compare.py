@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from lm_trainer.core.errors import UserError
@@ -83,16 +82,16 @@ def compare_runs(a: RunRecord, b: RunRecord) -> Comparison:
 def find_shared_step(a: RunRecord, b: RunRecord) -> int | None:
     """Returns the last step that two runs share as branches; None if neither is related to the other."""
     lines = [_ancestors(run) for run in (a, b)]
-    shared = [min(lines[0][path], lines[1][path]) for path in lines[0].keys() & lines[1].keys()]
-    return max(shared, default=None) if a.path != b.path else None
+    shared = [min(lines[0][location], lines[1][location]) for location in lines[0].keys() & lines[1].keys()]
+    return max(shared, default=None) if a.location != b.location else None
 
 
-def _ancestors(run: RunRecord) -> dict[Path, int]:
-    """Returns the last step that a run shares with itself and each of its ancestors, by run directory."""
-    steps, shared = {run.path: run.last}, run.last
+def _ancestors(run: RunRecord) -> dict[str, int]:
+    """Returns the last step that a run shares with itself and each of its ancestors, by location."""
+    steps, shared = {run.location: run.last}, run.last
     while run.branch is not None and run.parent is not None:
         shared, run = min(shared, run.branch.step), run.parent
-        steps[run.path] = shared
+        steps[run.location] = shared
     return steps
 
 

@@ -47,7 +47,7 @@ class Proof:
 
 
 def write_proof(record: RunRecord, directory: Path, key: Path, *, checkpoints: bool) -> dict[str, Any]:
-    """Writes a signed proof of a run, and returns its statement.
+    """Writes a signed proof of a run up to its newest checkpoint, and returns its statement.
 
     Args:
         record: the run.
@@ -82,19 +82,19 @@ def write_proof(record: RunRecord, directory: Path, key: Path, *, checkpoints: b
         raise UserError(f"{record.id} has no checkpoint with a fingerprint, so there is nothing to prove")
     if problem := find_contradiction(record, saved):
         raise UserError(f"{record.id}: {problem}; `lmt verify {record.id}` looks for the step")
-    run_path = _run_path(record)
+    run_path, last = _run_path(record), max(saved)
     directory.mkdir(parents=True, exist_ok=True)
-    _copy_records(record, directory / run_path)
+    _copy_records(record, directory / run_path, last)
     if checkpoints:
         _copy_checkpoints(record, directory / "checkpoints" / record.id)
-    newest = saved[max(saved)]
+    newest = saved[last]
     statement = {
         "format": FORMAT,
         "run": record.id,
         "path": run_path.as_posix(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "lm_trainer": __version__,
-        "steps": record.last,
+        "steps": last,
         "fingerprint": newest["fingerprint"],
         "chain": newest.get("chain"),
         "data": newest.get("data_fingerprint"),
@@ -116,13 +116,14 @@ def _run_path(record: RunRecord) -> Path:
     return (Path("logs") if logs.is_absolute() or ".." in logs.parts else logs) / record.id
 
 
-def _copy_records(record: RunRecord, target: Path) -> None:
+def _copy_records(record: RunRecord, target: Path, last: int) -> None:
     target.mkdir(parents=True)
     configs = ["config.yaml", *(change["config_before"] for change in record.changes)]
     for name in (RUN, ENVIRONMENT, *configs):
         shutil.copyfile(path_inside(record.path, name, record.path / RUN), target / name)
     # Times, speeds and memory are facts of a machine, which nobody can recompute.
-    lines = (json.dumps(encode_non_finite({"step": step, **values})) for step, values in record.steps.items() if values)
+    steps = {step: values for step, values in record.steps.items() if values and step <= last}
+    lines = (json.dumps(encode_non_finite({"step": step, **values})) for step, values in steps.items())
     (target / METRICS).write_text("".join(f"{line}\n" for line in lines))
 
 
@@ -247,7 +248,7 @@ def check_data(proof: Proof, progress: Progress) -> None:
     """
     record, step = proof.record, max(map(int, proof.statement["checkpoints"]))
     config = record.load_config(record.last)
-    with contextlib.chdir(record.root), closing(open_complete_data(config, progress)) as data:
+    with contextlib.chdir(record.root), closing(open_complete_data(record.id, config, progress)) as data:
         check_same_data(record.id, data, step, proof.statement["data"])
 
 

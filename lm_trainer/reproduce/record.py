@@ -71,6 +71,12 @@ class RunRecord:
             BranchPoint.from_record(content, path / RUN),
         )
 
+    @property
+    def location(self) -> str:
+        """The checkpoints in a bucket, or the run directory. Equal for records of the same run."""
+        # Files of a run in a bucket are read from a temporary copy.
+        return str(self.path if isinstance(self.checkpoints, Path) else self.checkpoints)
+
     @cached_property
     def parent(self) -> RunRecord | None:
         """The run that this run is a branch of; None for other runs, or if the parent is gone."""

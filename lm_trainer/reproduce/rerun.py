@@ -20,6 +20,7 @@ from lm_trainer.core.runtime import configure_jax
 from lm_trainer.health.watchdog import WatchdogConfig
 from lm_trainer.parallel.distributed import DistributedConfig
 from lm_trainer.reproduce.record import RunRecord
+from lm_trainer.reproduce.same_data import check_text_exists
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.directory import record_branch
@@ -28,6 +29,7 @@ from lm_trainer.run.files.fingerprint import compute_fingerprint, extend_chain
 from lm_trainer.run.train import PreparedRun, prepare_run
 from lm_trainer.run.training.hooks import read_scalar
 from lm_trainer.run.training.metrics import step_metrics
+from lm_trainer.run.weights.initial_weights import OtherDataError
 from lm_trainer.run.weights.saved_model import copy_model_files
 from lm_trainer.run.weights.saved_state import arrays_to_save
 from lm_trainer.step.base import Observer
@@ -106,6 +108,10 @@ class Rerun:
         """Computes the fingerprint that the run should have at this step; None if the checkpoint has no hash chain."""
         return None if self._chain is None else compute_fingerprint(self._chain, self.compute_hashes())
 
+    def compute_state_hashes(self) -> dict[str, str]:
+        """Computes the hash of every array that a checkpoint of this state would contain, by name."""
+        return compute_hashes(arrays_to_save(self.state, self.run.setup))
+
     def compute_checksums(self) -> dict[str, int]:
         """Computes the checksum of every array that a checkpoint of this state would contain, by name."""
         return compute_checksums(arrays_to_save(self.state, self.run.setup))
@@ -150,7 +156,17 @@ def open_rerun(
         changed = any(change["step"] == start for change in record.changes)
         # Checkpoints of older versions contain no hash chain.
         chain = saved.get("chain") if saved else record.first_chain
-        with prepare_run(config, name=record.id, progress=progress, allow_config_change=changed) as run:
+        check_text_exists(record.id, config.data)
+        with contextlib.ExitStack() as stack:
+            try:
+                run = stack.enter_context(
+                    prepare_run(config, name=record.id, progress=progress, allow_config_change=changed)
+                )
+            except OtherDataError as error:
+                raise UserError(
+                    f"the data of {record.id} have changed since it was trained: {error.problem}; put back the text, "
+                    "the tokenizer, or their cache"
+                ) from None
             yield Rerun(run, start, chain)
 
 

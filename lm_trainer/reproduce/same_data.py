@@ -7,13 +7,27 @@ from typing import Any
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import Data, open_data
+from lm_trainer.data.config import DataConfig
+from lm_trainer.data.missing_files import find_missing_text
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.train import open_training_data
 from lm_trainer.trackers import Progress
 
 
-def open_complete_data(config: RunConfig, progress: Progress) -> Data:
-    """Opens the data of a run, and waits until all text is tokenised. Raises as `open_data`."""
+def check_text_exists(run: str, config: DataConfig) -> None:
+    """Raises `UserError` if local text of a run is gone, which is needed to compute its steps.
+
+    Args:
+        run: ID of the run, for the message.
+        config: the `data` section of its configuration.
+    """
+    for key, reason in find_missing_text(config, network=False):
+        raise UserError(f"data.{key}: {reason}; put back the text of {run}, with which its steps are computed")
+
+
+def open_complete_data(run: str, config: RunConfig, progress: Progress) -> Data:
+    """Opens the data of a run, and waits until all text is tokenised. Raises as `check_text_exists` and `open_data`."""
+    check_text_exists(run, config.data)
     data = open_training_data(config, progress)
     if data.complete:
         return data

@@ -39,8 +39,8 @@ class StepTrace:
     """The step, counted from 1."""
     rows: int
     """Number of rows in a microbatch."""
-    state: Mapping[str, int]
-    """Checksum of each array of the state before the step, by its name in a checkpoint."""
+    state: Mapping[str, str]
+    """Hash of each array of the state before the step, by its name in a checkpoint."""
     batch: Mapping[str, Sequence[str]]
     """Hash of each row of the batch, by field."""
     streams: Sequence[Mapping[str, int]]
@@ -52,7 +52,7 @@ class StepTrace:
     """Numbers of the layers of each parameter whose first axis is over layers."""
     metrics: Mapping[str, float]
     """Recorded metrics of the step."""
-    after: Mapping[str, int]
+    after: Mapping[str, str]
     """Same as `state`, after the step."""
 
 
@@ -104,7 +104,7 @@ def trace_step(rerun: Rerun) -> StepTrace:
     layers = _layers_of_params(setup, rerun.run.config.model.spec(rerun.run.data.tokenizer.vocab_size))
     plan, state = setup.step.plans.at(rerun.state.step), rerun.state
     # A step that gathers one layer at a time has sums without the axis over layers.
-    before, tap = rerun.compute_checksums(), LayerChecksums([] if setup.gathers_layers else layers)
+    before, tap = rerun.compute_state_hashes(), LayerChecksums([] if setup.gathers_layers else layers)
     setup.step.gradient(state, setup.step.put(batch, state.step), tap)
     padded = pad_rows(batch, plan.count * plan.rows)
     streams = [*_trace_streams(setup, rerun.run.config, {**state.frozen, **state.params}, padded, state.step)]
@@ -118,7 +118,7 @@ def trace_step(rerun: Rerun) -> StepTrace:
         tap.read(),
         layers,
         metrics,
-        rerun.compute_checksums(),
+        rerun.compute_state_hashes(),
     )
 
 
@@ -150,11 +150,17 @@ def _trace_streams(
     rows = setup.step.plans.at(step).rows
     for index in range(len(batch.tokens) // rows):
         microbatch = jax.tree.map(lambda x, first=index * rows: np.asarray(x)[first : first + rows], batch)
-        yield {name: int(x) for name, x in compute(params, microbatch, np.int32(step), np.int32(index)).items()}
+        checksums_N = np.asarray(compute(params, microbatch, np.int32(step), np.int32(index)))
+        layers = (_LAYER.format(number) for number in range(len(checksums_N) - 2))
+        # In the order of the computation, which a dict that a program returns would lose.
+        yield dict(zip([_EMBEDDING, *layers, _HEAD], checksums_N.tolist(), strict=True))
 
 
-def _stream_checksums(setup: TrainingSetup, config: RunConfig) -> Callable[..., dict[str, jax.Array]] | None:
-    """Returns a program for the forward pass of a microbatch; None if the model has no known layers."""
+def _stream_checksums(setup: TrainingSetup, config: RunConfig) -> Callable[..., jax.Array] | None:
+    """Returns a program for the checksums of the forward pass of a microbatch, uint32 [N] for N stages.
+
+    None if the model has no known layers.
+    """
     loss: Any = loss_function(config)
     try:
         staged = split_loss_into_stages(loss, setup.model, setup.sharding.mesh)
@@ -162,14 +168,12 @@ def _stream_checksums(setup: TrainingSetup, config: RunConfig) -> Callable[..., 
         return None
     key_data = jax.random.key_data(jax.random.fold_in(jax.random.key(config.trainer.seed), DROPOUT_KEY))
 
-    def compute(params: Params, rows: Batch, step: jax.Array, index: jax.Array) -> dict[str, jax.Array]:
+    def compute(params: Params, rows: Batch, step: jax.Array, index: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key_data), step), index)
         model = setup.model.merge(params)
         streams = [*staged.streams(model, rows, key, staged.compute_memory(model, rows, key))]
         losses = jnp.stack(staged.head(model, streams[-1], rows, key)[:2])
-        names = [_EMBEDDING, *(_LAYER.format(number) for number in range(len(streams) - 1)), _HEAD]
-        values = [*(stream.x_BSD for stream in streams), losses]
-        return {name: checksum(x[None])[0] for name, x in zip(names, values, strict=True)}
+        return jnp.stack([checksum(x[None])[0] for x in [*(stream.x_BSD for stream in streams), losses]])
 
     return jax.jit(compute)
 
@@ -184,7 +188,7 @@ def _compare_states(a: StepTrace, b: StepTrace) -> Location | None:
     return _compare_arrays(a, a.state, b.state, "state before the step")
 
 
-def _compare_arrays(a: StepTrace, x: Mapping[str, int], y: Mapping[str, int], part: str) -> Location | None:
+def _compare_arrays(a: StepTrace, x: Mapping[str, str], y: Mapping[str, str], part: str) -> Location | None:
     missing = [name for name in {**x, **y} if name not in x or name not in y]
     names = [*missing, *find_differing_names(x, y)]
     return Location(a.step, part, names[0], others=tuple(names[1:])) if names else None

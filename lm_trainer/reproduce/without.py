@@ -103,7 +103,7 @@ def plan_without(record: RunRecord, selection: Selection, name: str | None, prog
     config.data.require_documents()
     # Before a checkpoint is read, which starts the backends.
     configure_as_recorded(record, config.trainer, record.last)
-    with contextlib.chdir(record.root), closing(open_complete_data(config, progress)) as data:
+    with contextlib.chdir(record.root), closing(open_complete_data(record.id, config, progress)) as data:
         # Document numbers have no meaning in other data.
         saved = max(record.checkpoint_steps(), default=0)
         check_same_data(record.id, data, saved, record.read_checkpoint(saved).get("data_fingerprint"))

@@ -33,6 +33,22 @@ def test_status_and_stats_as_json(lmt: Lmt, config: Path) -> None:
     (counted, _) = json.loads(lmt("data", "stats", config, "--json").stdout)["caches"]
     assert (counted["documents"], counted["tokens"], counted["quantiles"]["least"]) == (40, train["tokens"], 12)
     assert 0 < counted["packing"]["concat"]["used"] <= 1
+    shown = json.loads(lmt("data", "inspect", config, "--first", "2", "--count", "1", "--chars", "8", "--json").stdout)
+    (document,) = shown["documents"]
+    assert (document["number"], document["where"], document["text"]) == (2, "train.jsonl:3", "document")
+
+
+def test_verify_as_json(lmt: Lmt, config: Path) -> None:
+    assert lmt("data", "build", config).returncode == 0
+    whole = {"name": "train", "finished": True, "parts": 1, "problems": [], "removed_parts": 0}
+    assert json.loads(lmt("data", "verify", config, "--json").stdout)["caches"][0] == whole
+    Path("mine/train/parts/00000-00000.bin").unlink()
+    damaged = lmt("data", "verify", config, "--json")
+    assert damaged.returncode == 1
+    (problem,) = json.loads(damaged.stdout)["caches"][0]["problems"]
+    assert problem.endswith("00000-00000.bin is missing")
+    repaired = lmt("data", "verify", config, "--repair", "--json")
+    assert json.loads(repaired.stdout)["caches"][0]["removed_parts"] == 1
 
 
 def test_build_status_verify_inspect_and_stats(lmt: Lmt, config: Path) -> None:

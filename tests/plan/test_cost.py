@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from lm_trainer.plan import parse_devices
+from lm_trainer.plan.check_cost import check_cost
 from lm_trainer.plan.cost import MFU, RunWork, training_machine, training_time
 from lm_trainer.plan.speed import step_cost
-from tests.plan.test_speed import work_of
+from tests.plan.test_speed import MACHINE, cost_of, work_of
 
 LAYOUT = work_of({"gather": "auto", "determinism": "fast"})
 WORK = RunWork(LAYOUT.training_flops, LAYOUT.tokens_per_step // 2, steps=3, tokens=3 * LAYOUT.tokens_per_step)
@@ -46,3 +47,35 @@ def test_devices_without_bandwidths_keep_an_assumed_mfu():
     assert (time.mfu, time.expected) == (MFU, None)
     assert training_machine("TPU v3", LAYOUT.trainer) is None
     assert training_time(WORK, parse_devices("4xcpu"), LAYOUT.trainer, layout=LAYOUT) is None
+
+
+def test_checks_of_the_hardware_take_one_more_microbatch_of_each_device():
+    cost = cost_of()
+    assert check_cost(work_of(), MACHINE, cost.seconds) is None
+    # Half of the two microbatches of a device; an update reads and writes 8 floats of a quarter of 1,000 parameters.
+    microbatch = (cost.compute + cost.attention + cost.memory - 8 * 250 * 4 / 0.8e9) / 2
+    checks = check_cost(work_of({"cross_check": {"every": 50}}), MACHINE, cost.seconds)
+    assert checks is not None
+    # Checksums read two gradients in float32.
+    assert checks.seconds == pytest.approx(microbatch + 2 * 1000 * 4 / 0.8e9)
+    assert checks.share == pytest.approx(checks.seconds / 50 / cost.seconds)
+
+    layer = {"gather": "layer"}
+    cost = cost_of(layer)
+    microbatch = (cost.compute + cost.attention + cost.recompute + cost.memory - 8 * 250 * 4 / 0.8e9) / 2
+    checks = check_cost(work_of({**layer, "cross_check": {"every": 50}}), MACHINE, cost.seconds)
+    assert checks is not None
+    # Gradients are in bfloat16, and three quarters of all layers come twice from other devices.
+    assert checks.seconds == pytest.approx(microbatch + 2 * 1000 * 2 / 0.8e9 + 2 * 750 * 2 / 0.4e6)
+
+
+@pytest.mark.parametrize("mfu", [None, 0.5])
+def test_a_run_with_checks_takes_longer_than_its_steps(mfu: float | None):
+    group, layout = parse_devices("4xH100"), work_of({"cross_check": {"every": 50}})
+    work = RunWork(layout.training_flops, layout.tokens_per_step, steps=3, tokens=3 * layout.tokens_per_step)
+    time = training_time(work, group, layout.trainer, layout=layout, mfu=mfu)
+    assert time is not None
+    assert time.checks is not None
+    assert time.seconds == pytest.approx(3 * (time.step_seconds + time.checks.seconds / 50))
+    if mfu is not None:
+        assert time.checks.seconds == pytest.approx(time.step_seconds / 2)

@@ -136,6 +136,13 @@ def test_several_runs_stand_beside_one_another(lmt: Lmt) -> None:
     assert pair["bits"] == "part at step 1"
     charts = {chart["name"]: chart["curves"] for group in data["groups"] for chart in group["charts"]}
     assert [curve["run"] for curve in charts["train/loss"]] == [0, 1]
+    # The same figures without the page.
+    facts = json.loads(lmt("report", "a", "b", "--out", "page.html", "--json").stdout)
+    assert (facts["page"], facts["pairs"]) == ("page.html", data["pairs"])
+    assert [run["name"] for run in facts["runs"]] == ["a", "b"]
+    losses = [run["losses"]["train/loss"] for run in facts["comparison"]["runs"]]
+    assert losses == pytest.approx([curve["y"][-1] for curve in charts["train/loss"]], rel=1e-6)
+    assert facts["comparison"]["best"]["train/loss"] == "ab"[losses.index(min(losses))]
     (comparison,) = read_report_data(lmt, "a", "a")["pairs"]
     assert comparison["bits"] == "equal in all 4 steps that both have"
 

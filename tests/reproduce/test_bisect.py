@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
-from lm_trainer.reproduce.step_trace import StepTrace, find_first_difference
+from benchmarks.lying_devices import LyingDevice, lying, once
+from lm_trainer.reproduce.record import RunRecord
+from lm_trainer.reproduce.rerun import QuietProgress, Rerun, open_rerun
+from lm_trainer.reproduce.step_trace import StepTrace, find_first_difference, trace_step
+from lm_trainer.step.loss.gradient import Sums
 from tests.conftest import ROOT, lmt_environment, refused, run_here
 from tests.reproduce.conftest import as_json, metrics, on_one_device, write_config
 
@@ -34,16 +41,16 @@ def trace(**changes: Any) -> StepTrace:
     fields = {"tokens": list("abcd"), "targets": list("efgh")}
     layers = {"blocks.0.mlp": range(2)}
     values = {"train/loss": 1.0, "optim/grad_norm": 2.0, "optim/learning_rate": 0.1}
-    plain = StepTrace(3, 2, {"params.x": 1}, fields, [stages] * 2, [sums] * 2, layers, values, {"params.x": 2})
+    plain = StepTrace(3, 2, {"params.x": "1"}, fields, [stages] * 2, [sums] * 2, layers, values, {"params.x": "2"})
     return replace(plain, **changes)
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"state": {"params.x": 0}}, "step 3, state before the step: params.x"),
+        ({"state": {"params.x": "0"}}, "step 3, state before the step: params.x"),
         (
-            {"batch": {"tokens": list("abxd"), "targets": list("efgh")}, "state": {"params.x": 1}, "metrics": {}},
+            {"batch": {"tokens": list("abxd"), "targets": list("efgh")}, "state": {"params.x": "1"}, "metrics": {}},
             "step 3, microbatch 1, row 2 of the batch, batch: tokens",
         ),
         ({"rows": 1}, "step 3, division into microbatches: rows in a microbatch: 2 and 1"),
@@ -61,7 +68,7 @@ def trace(**changes: Any) -> StepTrace:
             "step 3, sum over microbatches: optim/grad_norm",
         ),
         ({"metrics": {**trace().metrics, "optim/learning_rate": 0.2}}, "step 3, update: optim/learning_rate"),
-        ({"after": {"params.x": 0}}, "step 3, update: params.x"),
+        ({"after": {"params.x": "0"}}, "step 3, update: params.x"),
     ],
 )
 def test_the_first_operand_in_the_order_of_the_computation(changes: dict[str, Any], expected: str) -> None:
@@ -219,3 +226,97 @@ def test_git_bisect_run_finds_the_commit(copied: Path) -> None:
     (checkout / "lm_trainer/reproduce/verify.py").write_text("raise ImportError('a broken commit')\n")
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, "a broken commit" in done.stdout) == (125, True), done.stderr
+
+
+DEEPSEEK = {
+    "type": "deepseek_v3",
+    "seq_len": 16,
+    "hidden_dim": 16,
+    "intermediate_dim": 24,
+    "num_layers": 4,
+    "num_heads": 2,
+    "q_lora_rank": 6,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+    "moe_intermediate_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+    "scan_layers": True,
+}
+"""Two layers without experts, then two with experts."""
+
+
+class WrongLayer(LyingDevice):
+    """A device whose gradient of one parameter is wrong in one layer, in every microbatch."""
+
+    def __init__(self, name: str, row: int, rows: int, microbatches: int, *, stacked: bool):
+        super().__init__(0, once(-1))
+        self._name, self._row, self._rows, self._microbatches = name, row, rows, microbatches
+        self._stacked = stacked
+        self._seen = 0
+
+    def corrupt(self, sums: Sums, row: int) -> Sums:
+        x = sums.tree.get(self._name)
+        if x is None:
+            return sums
+        if self._stacked:
+            return sums._replace(tree={**sums.tree, self._name: x.at[:, self._row].multiply(2)})
+        # The layers come one after the other, the last one first.
+        from_last = self._seen // self._microbatches % self._rows
+        self._seen += 1
+        if from_last != self._rows - 1 - self._row:
+            return sums
+        return sums._replace(tree={**sums.tree, self._name: 2 * x})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gather", ["model", "layer"])
+def test_a_layer_before_the_repeated_ones_is_named_rightly(in_tmp_path: Path, gather: str) -> None:
+    config = write_config(in_tmp_path, trainer={"num_train_steps": 2, "gather": gather})
+    config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), "model": DEEPSEEK}))
+    result = run_here("train", config)
+    assert result.returncode == 0, result.stderr
+    record = RunRecord.read("run")
+
+    def trace_with(edit: Callable[[Rerun], LyingDevice | None] = lambda _: None) -> StepTrace:
+        with QuietProgress(2, stream=io.StringIO()) as progress, open_rerun(record, 0, progress=progress) as rerun:
+            rerun.compile()
+            wrong = edit(rerun)
+            with nullcontext() if wrong is None else lying(wrong):
+                return trace_step(rerun)
+
+    plain = trace_with()
+    assert find_first_difference(plain, trace_with()) is None
+    assert len(plain.streams[0]) == 6, "an embedding, four layers and a head"
+    # Slot 0 has the layers of the prefix, 0 and 1, and slot 1 the layers 2 and 3.
+    for slot, row, layer in ((0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 3)):
+        name = f"blocks.{slot}.attention.out.weight"
+
+        def change_weight(rerun: Rerun, name: str = name, row: int = row) -> None:
+            params = rerun.state.params
+            x = params[name]
+            rerun.state = rerun.state._replace(params={**params, name: x.at[row].multiply(2)})
+
+        def change_gradient(rerun: Rerun, name: str = name, row: int = row) -> LyingDevice:
+            del rerun
+            return WrongLayer(name, row, rows=2, microbatches=8, stacked=gather == "model")
+
+        planted = trace_with(change_weight)
+        location = find_first_difference(plain, planted)
+        assert location is not None
+        assert (location.part, location.operand) == ("state before the step", f"params.{name}")
+        # The forward pass, as if both had begun with the same state.
+        location = find_first_difference(plain, replace(planted, state=plain.state))
+        assert location is not None
+        assert location.describe() == (
+            f"step 1, microbatch 0, layer {layer}, forward pass: residual stream after the layer"
+        )
+        location = find_first_difference(plain, trace_with(change_gradient))
+        assert location is not None
+        assert location.describe() == f"step 1, microbatch 0, layer {layer}, gradient: {name}"
+        assert (location.others, location.microbatches) == ((), (*range(8),))

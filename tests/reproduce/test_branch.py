@@ -96,6 +96,7 @@ def test_a_branch_between_checkpoints_replays_to_its_step(copied: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "equal up to 3, then" in run_here("diff", "run", "second").stdout
     assert as_json(run_here("diff", "run", "second", "--json"))["shared"] == 3
+    refused(run_here("prove", "second", "-o", "proof", "--key", "key.pem"), "second is a branch of half", "prove half")
     tree = [(depth, run.id, run.branched_at) for depth, run in as_tree(list_runs([copied / "logs"]))]
     assert tree == [(0, "run", None), (1, "half", 3), (2, "second", 4)]
     lines = run_here("runs").stdout.splitlines()
@@ -319,3 +320,51 @@ def test_a_branch_from_before_the_first_checkpoint_and_of_a_run_that_goes_on(cop
         result = run_here("branch", "run", "--at", "4", "now", "--prepare")
         assert result.returncode == 0, result.stderr
         refused(run_here("branch", "run", "--at", "6", "late"), "has done 4 steps so far")
+
+
+def test_a_parent_whose_text_is_gone_or_has_changed(copied: Path) -> None:
+    shutil.rmtree("cache")
+    text = Path("text.txt").read_text()
+    Path("text.txt").unlink()
+    commands = (
+        ("branch", "run", "--at", "3", "b"),
+        ("branch", "run", "--at", "4", "b"),
+        ("branch", "run", "--at", "2", "--check", "2"),
+        ("without", "run", "0", "--dry-run"),
+        ("bisect", "spike", "run", "--step", "3"),
+    )
+    for command in commands:
+        refused(run_here(*command), "there is no file text.txt; put back the text of ")
+    Path("text.txt").write_text(text.replace("squared", "Squared"))
+    for command in (commands[0], *commands[2:]):
+        result = run_here(*command)
+        refused(result, "the data of run have changed since it was trained", "put back the text, the tokenizer, or")
+        assert "--allow-config-change" not in result.stderr
+    assert [path.name for path in Path("logs").iterdir()] == ["run"]
+    assert [path.name for path in Path("checkpoints").iterdir()] == ["run"]
+    assert pinned_steps(copied / "checkpoints/run") == set()
+
+
+@pytest.mark.slow
+def test_a_parent_whose_cache_is_gone(copied: Path) -> None:
+    # It is built again from the same text.
+    shutil.rmtree("cache")
+    result = run_here("branch", "run", "--at", "3", "b")
+    assert result.returncode == 0, result.stderr
+    assert fingerprints(copied, "b")[6] == fingerprints(copied, "run")[6]
+
+
+@pytest.mark.slow
+def test_a_branch_whose_parent_is_gone(copied: Path) -> None:
+    assert run_here("branch", "run", "--at", "3", "copy", "optimizer.learning_rate=5e-3").returncode == 0
+    assert run_here("branch", "run", "--at", "4", "linked", "optimizer.learning_rate=5e-3").returncode == 0
+    shutil.rmtree("logs/run")
+    shutil.rmtree("checkpoints/run")
+    refused(run_here("branch", "run", "--at", "4", "b"), "run: no run of this name", "runs here: copy, linked")
+    # A branch that had to be computed has a state of its own.
+    assert as_json(run_here("verify", "copy", "--segments", "9", "--json"))["equal"]
+    refused(
+        run_here("verify", "linked"),
+        "linked: the checkpoint of step 4, with which the branch begins, is gone",
+        "`lmt branch run --at 4 linked`",
+    )

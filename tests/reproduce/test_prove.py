@@ -23,15 +23,20 @@ def _one_device() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_key(directory: Path) -> Path:
+    """Writes a new key to sign with, and returns its file."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-    file = tmp_path_factory.mktemp("key") / "key.pem"
+    file = directory / "key.pem"
     private = Ed25519PrivateKey.generate()
     file.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     return file
+
+
+@pytest.fixture(scope="module")
+def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_key(tmp_path_factory.mktemp("key"))
 
 
 def prove(key: Path, *args: str) -> None:
@@ -109,6 +114,16 @@ def test_a_record_that_contradicts_itself_is_not_signed(copied: Path, key: Path)
     result = run_here("prove", "run", "-o", "proof", "--key", key)
     refused(result, "up to step 4 do not give the hash chain of its checkpoint")
     assert not Path("proof").exists()
+
+
+def test_a_run_in_progress_is_proved_up_to_its_newest_checkpoint(copied: Path, key: Path) -> None:
+    shutil.rmtree("checkpoints/run/6")
+    result = run_here("prove", "run", "-o", "proof", "--key", key, "--json")
+    assert result.returncode == 0, result.stderr
+    statement = as_json(result)
+    saved = next(line for line in metrics(copied) if line["step"] == 4 and "fingerprint" in line)
+    assert (statement["steps"], statement["fingerprint"]) == (4, saved["fingerprint"])
+    assert max(line["step"] for line in metrics(copied / "proof")) == 4
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,6 +18,7 @@ from lm_trainer.core.errors import HardwareError
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import TrainingSetup, build_setup
 from lm_trainer.step.check.cross_check import CrossCheck, Mismatch
+from lm_trainer.step.check.digests import checksum
 from lm_trainer.step.check.settings import CrossCheckConfig
 from lm_trainer.step.check.verdict import Vote, judge
 from lm_trainer.step.dispatch.mesh_group import MeshWide, dispatching_for
@@ -246,3 +248,15 @@ def test_the_burn_in_names_the_device_that_differs(lmt: Lmt) -> None:
     assert [name.split(",")[0] for name in report["wrong"]] == [f"device {jax.devices()[2].id} (cpu)"]
     assert [mismatch["step"] for mismatch in report["mismatches"]] == [2]
     refused(lmt(*command, "trainer.determinism=fast"), "one program over all devices")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_errors_in_many_elements_do_not_cancel(dtype: Any) -> None:
+    x = np.random.default_rng(0).standard_normal((1, 4, 64)).astype(dtype)
+    wrong_signs = x.copy()
+    wrong_signs[0, 1, [3, 5]] *= -1
+    first = checksum(jnp.asarray(x)).tolist()
+    for wrong in (wrong_signs, -x, x * dtype(2), x / dtype(2), x[:, ::-1], np.zeros_like(x)):
+        assert checksum(jnp.asarray(wrong)).tolist() != first
+    # Batch shards have the same checksums as alone.
+    assert checksum(jnp.asarray(np.concatenate([wrong_signs, x]))).tolist()[1:] == first

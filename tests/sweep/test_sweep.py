@@ -135,6 +135,12 @@ def test_a_stopped_sweep_goes_on_and_finished_runs_are_not_run_again(lmt: Lmt, s
     assert [name.name for name in (swept / "logs").iterdir()] == ["s-learning_rate-1e-3"]
     states = lmt(*arguments, "--dry-run").stdout.splitlines()
     assert [line.split("  ")[1] for line in states] == ["done", "not begun"]
+    listed = json.loads(lmt(*arguments, "--dry-run", "--json").stdout)["runs"]
+    assert [(run["state"], run["values"]) for run in listed] == [
+        ("done", {"optimizer.learning_rate": "1e-3"}),
+        ("not begun", {"optimizer.learning_rate": "3e-2"}),
+    ]
+    assert listed[0]["command"][:3] == ["lmt", "train", "run.yaml"]
     trained.commands, trained.codes = [], {}
     result = lmt(*arguments)
     assert result.returncode == 0, result.stderr
@@ -152,6 +158,9 @@ def test_a_stopped_sweep_goes_on_and_finished_runs_are_not_run_again(lmt: Lmt, s
         losses[name] = [line["eval/loss"] for line in lines if "eval/loss" in line][-1]
     best = min(losses, key=losses.__getitem__)
     assert [row[0] for row in rows if row[5] == "*"] == [best]
+    table = json.loads(lmt(*arguments, "--json").stdout)
+    assert {run["run"]: run["losses"]["eval/loss"] for run in table["runs"]} == losses
+    assert (table["best"]["eval/loss"], table["page"]) == (best, "s-sweep.html")
     comparison = page_data((swept / "s-sweep.html").read_text())["comparison"]
     assert comparison["keys"] == ["optimizer.learning_rate"]
     column = comparison["metrics"].index("eval/loss")

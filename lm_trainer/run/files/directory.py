@@ -270,11 +270,12 @@ class RunDirectory:
         attempts = self._read_attempts() if trainer.bitwise else []
         if not attempts and trainer.bitwise:
             # A branch goes on with the number of threads of its parent.
-            branch = BranchPoint.from_record(self._read_run_record() or {}, self.path / RUN)
+            branch = BranchPoint.from_record(self.read_own_record() or {}, self.path / RUN)
             attempts = [] if branch is None else [{"cpu_threads": branch.cpu_threads}]
         return num_cpu_threads_for_rerun(trainer, attempts[-1] if attempts else {})
 
-    def _read_run_record(self) -> dict[str, Any] | None:
+    def read_own_record(self) -> dict[str, Any] | None:
+        """Returns the content of run.json, also from a newer copy in a bucket; None if the run does not exist yet."""
         content = self._read_unlocked(RUN)
         return None if content is None else parse_run_record(self.path / RUN, content)
 
@@ -302,7 +303,7 @@ class RunDirectory:
 
         Also reads the start of a branch. All processes must call this method, which waits for the others.
         """
-        record = self._read_run_record() if is_lead() else None
+        record = self.read_own_record() if is_lead() else None
         local = {} if record is None else {"identity": recorded_identity(record, self.path), BRANCH: record.get(BRANCH)}
         # It may be that only the first process can access the directory.
         shared = json.loads(gather_texts(json.dumps(local))[0])

@@ -75,7 +75,7 @@ class Attempt:
         )
         if branch is not None and state.step < branch.step:
             raise UserError(
-                f"{self.directory.path}: the checkpoint of step {branch.step}, with which the branch begins, is gone; "
+                f"{self.directory.name}: the checkpoint of step {branch.step}, with which the branch begins, is gone; "
                 f"`lmt branch {branch.parent} --at {branch.step} {self.directory.name}`, with the same changes, makes "
                 f"it again"
             )

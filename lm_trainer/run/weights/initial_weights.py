@@ -200,6 +200,18 @@ def _read_other_checkpoint(path: str, setup: TrainingSetup, partial: bool) -> Re
     )
 
 
+class OtherDataError(UserError):
+    """A checkpoint was trained on other data than the current ones.
+
+    Attributes:
+        problem: the message without the remedy, which is for someone who trains.
+    """
+
+    def __init__(self, problem: str, remedy: str):
+        super().__init__(f"{problem}. {remedy}")
+        self.problem = problem
+
+
 def _check_same_data(restored: Restored, current: Fingerprint, allow_other: bool, remedy: str = _OWN_REMEDY) -> None:
     saved = restored.record.get("data_fingerprint")
     if saved == current:
@@ -221,7 +233,7 @@ def _check_same_data(restored: Restored, current: Fingerprint, allow_other: bool
         f"{new.get(key)}): {changed}, the tokenizer, the order or the sequence length has changed"
     )
     if not allow_other:
-        raise UserError(f"{problem}. {remedy}")
+        raise OtherDataError(problem, remedy)
     logger.warning("%s; training goes on", problem)
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lm_trainer.core.bits import flat_index, mix_bits, read_bits
 from lm_trainer.core.jax_types import PyTree
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.step.dispatch.device_groups import DeviceGroups
@@ -20,7 +21,7 @@ from lm_trainer.step.dispatch.microbatches import Microbatch
 from lm_trainer.step.loss.gradient import Sums
 
 _DIGITS = 16
-_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+_SALT = 0x9E3779B9
 
 
 class DigestTap:
@@ -57,22 +58,20 @@ class DigestTap:
 
 @jax.jit
 def _checksums(sums: Sums) -> jax.Array:
-    """Returns a checksum of the bits of each array for each batch shard, as uint32 [L, S].
-
-    A checksum is the sum over i of bits(x_i) * (2 i + 1), modulo 2^32. Every factor is odd, so a single flipped bit
-    always changes it. Integer sums are exact in any order, so it does not depend on the sharding inside a group.
-    """
+    """Returns a checksum of the bits of each array for each batch shard, as uint32 [L, S]."""
     return jnp.stack([checksum(x) for x in jax.tree.leaves(sums)])
 
 
 def checksum(x: jax.Array) -> jax.Array:
-    """Returns a checksum of the bits of an array [S, ...] for each batch shard, as uint32 [S]; see `_checksums`."""
-    bits_S = jax.lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize]).astype(jnp.uint32)
-    index = jnp.zeros(x.shape, jnp.uint32)
-    for axis, size in enumerate(x.shape[1:], start=1):
-        index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    axes = tuple(range(1, x.ndim))
-    return (bits_S * (index * jnp.uint32(2) + jnp.uint32(1))).sum(axis=axes, dtype=jnp.uint32)
+    """Returns a checksum of the bits of an array [S, ...] for each batch shard, as uint32 [S].
+
+    A checksum is the sum of a permutation of the bits of each element, which depends on its index, modulo 2^32. A
+    change of a single element therefore always changes it, and any other change does so except for one in 2^32. In a
+    linear sum, an even number of wrong signs would cancel. Integer sums are exact in any order, so the checksum does
+    not depend on the sharding inside a group.
+    """
+    mixed = mix_bits(read_bits(x) ^ mix_bits(flat_index(x, first_axis=1) + jnp.uint32(_SALT)))
+    return mixed.sum(axis=tuple(range(1, x.ndim)), dtype=jnp.uint32)
 
 
 def _local_columns(checksums: jax.Array) -> Mapping[int, bytes]:
