@@ -1,0 +1,156 @@
+"""Coordinate check: how much a few steps change the activations of models of several widths and depths.
+
+With hyperparameters that suit every size, the changes do not depend on the size (Yang et al. 2022, arXiv 2203.03466,
+appendix D.1).
+
+Shape letters: B rows, S positions, D hidden dimension, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.errors import UserError
+from lm_trainer.nn.attention import make_context
+from lm_trainer.nn.decoder import Decoder
+from lm_trainer.nn.stack import run_blocks
+from lm_trainer.optim.learning_rate import LearningRateConfig
+from lm_trainer.profile.workload import random_batch
+from lm_trainer.run.build.setup import TrainingSetup
+from lm_trainer.run.config.parametrization import StandardConfig, TransferConfig
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.dry_run import configure_and_build_setup
+from lm_trainer.step.state.train_state import TrainState, to_host
+
+ACTIVATIONS = ("embedding", "last layer", "logits")
+"""Names of the activations: the inputs of the first layer, the results of the last one, and the logits."""
+FLAT = 0.25
+"""Largest exponent that the verdict calls flat. Standard parametrizations have exponents near 1 in the width."""
+
+
+class Size(NamedTuple):
+    """Size of a model, as multiples of the base."""
+
+    width: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Result of a coordinate check."""
+
+    parametrization: str
+    changes: Mapping[Size, Mapping[str, float]]
+    """Root mean square of the change of each activation, by size and name."""
+
+    def exponent(self, activation: str, over: str) -> float | None:
+        """Returns the exponent of the change as a power of `width` or `depth`; None if that does not vary.
+
+        It is the least-squares solution of log change = a log width + b log depth + c.
+        """
+        sizes = list(self.changes)
+        axes = [axis for axis in Size._fields if len({getattr(size, axis) for size in sizes}) > 1]
+        if over not in axes:
+            return None
+        inputs = np.array([[*(math.log(getattr(size, axis)) for axis in axes), 1.0] for size in sizes])
+        outputs = np.array([math.log(self.changes[size][activation]) for size in sizes])
+        return float(np.linalg.lstsq(inputs, outputs)[0][axes.index(over)])
+
+    def exponents(self) -> dict[str, dict[str, float]]:
+        """Returns the exponents by activation and axis."""
+        return {
+            name: {axis: value for axis in Size._fields if (value := self.exponent(name, axis)) is not None}
+            for name in ACTIVATIONS
+        }
+
+    @property
+    def is_flat(self) -> bool:
+        """True if no activation changes more with the size."""
+        return all(abs(value) <= FLAT for values in self.exponents().values() for value in values.values())
+
+
+def measure_coordinates(
+    config: RunConfig,
+    *,
+    widths: Sequence[int],
+    depths: Sequence[int],
+    steps: int,
+    standard: bool = False,
+    on_size: Callable[[Size], object] = lambda _: None,
+) -> Coordinates:
+    """Trains models of all sizes for a few steps on one batch of random tokens, at the peak learning rate.
+
+    Args:
+        config: configuration with the base.
+        widths: multiples of the base's sizes, except the number of layers.
+        depths: multiples of the base's number of layers.
+        steps: number of steps.
+        standard: train the same models under `parametrization: standard`, for comparison.
+        on_size: called with each size before it is measured.
+
+    Raises:
+        UserError: if the parametrization has no base, or as for `configure_and_build_setup`.
+    """
+    if isinstance(config.parametrization, StandardConfig):
+        raise UserError(
+            "parametrization: standard has no base, so no sizes to compare; write type: mup or completep, with a base"
+        )
+    if len(depths) > 1 and "num_layers" not in config.parametrization.base:
+        raise UserError("--depths needs the depth of a base: write parametrization.type: completep, or --depths 1")
+    changes = {}
+    for size in (Size(width, depth) for width in widths for depth in depths):
+        on_size(size)
+        changes[size] = _measure_changes(_sized_config(config, config.parametrization, size, standard), steps)
+    return Coordinates("standard" if standard else config.parametrization.type, changes)
+
+
+def _sized_config(config: RunConfig, parametrization: TransferConfig, size: Size, standard: bool) -> RunConfig:
+    """Returns the configuration of a model of a size, at a constant learning rate."""
+    base = {
+        key: value * (size.depth if key == "num_layers" else size.width)
+        for key, value in parametrization.base.items()
+        if isinstance(value, int) and not isinstance(value, bool)
+    }
+    model = parametrization.model_copy(update={"base": {**parametrization.base, **base}}).base_model(config.model)
+    assert isinstance(config.optimizer, LearningRateConfig)
+    rate = {"lr_schedule": "constant", "warmup": 0, "cycles": None, "cycle_length": None, "cycle_peaks": None}
+    optimizer = config.optimizer.model_copy(update=rate)
+    update = {"model": model, "optimizer": optimizer}
+    return config.model_copy(update={**update, "parametrization": StandardConfig()} if standard else update)
+
+
+def _measure_changes(config: RunConfig, steps: int) -> dict[str, float]:
+    setup, vocab_size = configure_and_build_setup(config)
+    batch = random_batch(len(setup.step.local_rows()), config.model.seq_len, vocab_size)
+    state = setup.init()
+    setup.step.compile(batch)
+    before = dict(_activations(setup, state, batch))
+    for _ in range(steps):
+        state, _ = setup.take_step(state, batch)
+    after = dict(_activations(setup, state, batch))
+    return {name: float(np.sqrt(np.mean(np.square(after[name] - before[name])))) for name in ACTIVATIONS}
+
+
+def _activations(setup: TrainingSetup, state: TrainState, batch: Batch) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the name and the float32 values of each activation of one row."""
+
+    @jax.jit
+    def compute(params: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        model = setup.model.merge(params)
+        assert isinstance(model, Decoder)
+        row = tuple(jnp.asarray(x[:1]) for x in (batch.tokens, batch.positions, batch.segments))
+        first_BSD = model.embed_input(row[0], row[1], dtype=jnp.float32, key=None)
+        context = make_context(model.spec.blocks, row[1], row[2])
+        last_BSD = run_blocks(model.spec, model.blocks, first_BSD, context)[0]
+        logits_BSV = model.logits(model.head_input(last_BSD, row[0], row[2], key=None))
+        return first_BSD, last_BSD, logits_BSV
+
+    yield from zip(ACTIVATIONS, map(np.asarray, compute(to_host({**state.frozen, **state.params}))), strict=True)
