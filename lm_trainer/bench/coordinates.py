@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -23,6 +24,8 @@ from lm_trainer.nn.attention import make_context
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.stack import run_blocks
 from lm_trainer.optim.learning_rate import LearningRateConfig
+from lm_trainer.plot.image import new_figure, write_figure
+from lm_trainer.profile.timing import BenchResult
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.parametrization import StandardConfig, TransferConfig
@@ -154,3 +157,51 @@ def _activations(setup: TrainingSetup, state: TrainState, batch: Batch) -> Itera
         return first_BSD, last_BSD, logits_BSV
 
     yield from zip(ACTIVATIONS, map(np.asarray, compute(to_host({**state.frozen, **state.params}))), strict=True)
+
+
+def describe_coordinates(coordinates: Coordinates) -> BenchResult:
+    """Returns the changes of all sizes, the exponents, and the verdict."""
+    header = ("size", "  ".join(f"{name:>12}" for name in ACTIVATIONS))
+    table = [
+        (f"width x{size.width}, depth x{size.depth}", "  ".join(f"{values[name]:>12.4g}" for name in ACTIVATIONS))
+        for size, values in coordinates.changes.items()
+    ]
+    exponents = coordinates.exponents()
+    axes = [axis for axis in Size._fields if axis in exponents[ACTIVATIONS[0]]]
+    powers = [
+        (f"exponent of the {axis}", "  ".join(f"{exponents[name][axis]:>12.2f}" for name in ACTIVATIONS))
+        for axis in axes
+    ]
+    over = " and ".join(f"{axis}s" for axis in axes)
+    verdict = f"flat over {over}" if coordinates.is_flat else f"not flat over {over}: exponents up to {FLAT} are flat"
+    values = {
+        "parametrization": coordinates.parametrization,
+        "changes": [{**size._asdict(), **values} for size, values in coordinates.changes.items()],
+        "exponents": exponents,
+        "flat": coordinates.is_flat,
+    }
+    return BenchResult([header, *table, *powers, (coordinates.parametrization, verdict)], values)
+
+
+def draw_coordinates(coordinates: Sequence[Coordinates], path: Path) -> None:
+    """Draws the change of each activation against the width, with one curve for each depth and parametrization.
+
+    Args:
+        coordinates: results for the same sizes.
+        path: a PNG, SVG or PDF file.
+
+    Raises:
+        UserError: if the file has another type or cannot be written, or matplotlib is not installed.
+    """
+    figure = new_figure(path, (4.0 * len(ACTIVATIONS), 3.4))
+    axes = figure.subplots(1, len(ACTIVATIONS), squeeze=False)[0]
+    for axis, activation in zip(axes, ACTIVATIONS, strict=True):
+        for result, style in zip(coordinates, ("-", "--"), strict=False):
+            for depth in dict.fromkeys(size.depth for size in result.changes):
+                points = [(s.width, values[activation]) for s, values in result.changes.items() if s.depth == depth]
+                label = f"{result.parametrization}, depth x{depth}"
+                axis.plot(*zip(*points, strict=True), style, marker="o", markersize=4, linewidth=1.2, label=label)
+        axis.set(xscale="log", yscale="log", xlabel="width, as a multiple of the base", title=activation)
+    axes[0].set_ylabel("change, root mean square")
+    axes[0].legend(fontsize="x-small")
+    write_figure(figure, path)
