@@ -9,7 +9,7 @@ Shape letters: B rows, S positions, D hidden dimension, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,21 +17,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.attention import make_context
-from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.stack import run_blocks
 from lm_trainer.optim.learning_rate import LearningRateConfig
 from lm_trainer.plot.image import new_figure, write_figure
 from lm_trainer.profile.timing import BenchResult
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.build.setup import TrainingSetup
+from lm_trainer.run.build.model import loss_function, trace_model
 from lm_trainer.run.config.parametrization import StandardConfig, TransferConfig
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.dry_run import configure_and_build_setup
-from lm_trainer.step.state.train_state import TrainState, to_host
+from lm_trainer.run.weights.vocabulary import find_vocabulary
+from lm_trainer.step.state.model_def import ModelDef, Params
 
 ACTIVATIONS = ("embedding", "last layer", "logits")
 """Names of the activations: the inputs of the first layer, the results of the last one, and the logits."""
@@ -89,7 +89,8 @@ def measure_coordinates(
     standard: bool = False,
     on_size: Callable[[Size], object] = lambda _: None,
 ) -> Coordinates:
-    """Trains models of all sizes for a few steps on one batch of random tokens, at the peak learning rate.
+    """Trains models of all sizes for a few steps on one batch of random tokens, at the peak learning rate and without
+    dropout.
 
     Args:
         config: configuration with the base.
@@ -100,11 +101,16 @@ def measure_coordinates(
         on_size: called with each size before it is measured.
 
     Raises:
-        UserError: if the parametrization has no base, or as for `configure_and_build_setup`.
+        UserError: if the parametrization has no base, or the optimizer needs the curvature.
     """
     if isinstance(config.parametrization, StandardConfig):
         raise UserError(
             "parametrization: standard has no base, so no sizes to compare; write type: mup or completep, with a base"
+        )
+    if not isinstance(config.optimizer, LearningRateConfig) or config.optimizer.curvature is not None:
+        raise UserError(
+            f"optimizer.type: {config.optimizer.type} needs estimates of the curvature, which this check lacks; write "
+            f"optimizer.type: adam"
         )
     if len(depths) > 1 and "num_layers" not in config.parametrization.base:
         raise UserError("--depths needs the depth of a base: write parametrization.type: completep, or --depths 1")
@@ -122,7 +128,9 @@ def _sized_config(config: RunConfig, parametrization: TransferConfig, size: Size
         for key, value in parametrization.base.items()
         if isinstance(value, int) and not isinstance(value, bool)
     }
-    model = parametrization.model_copy(update={"base": {**parametrization.base, **base}}).base_model(config.model)
+    # As a loop, whose compile time does not grow with the depth.
+    sizes = {**parametrization.base, **base, "scan_layers": True}
+    model = parametrization.model_copy(update={"base": sizes}).base_model(config.model)
     assert isinstance(config.optimizer, LearningRateConfig)
     rate = {"lr_schedule": "constant", "warmup": 0, "cycles": None, "cycle_length": None, "cycle_peaks": None}
     optimizer = config.optimizer.model_copy(update=rate)
@@ -131,32 +139,46 @@ def _sized_config(config: RunConfig, parametrization: TransferConfig, size: Size
 
 
 def _measure_changes(config: RunConfig, steps: int) -> dict[str, float]:
-    setup, vocab_size = configure_and_build_setup(config)
-    batch = random_batch(len(setup.step.local_rows()), config.model.seq_len, vocab_size)
-    state = setup.init()
-    setup.step.compile(batch)
-    before = dict(_activations(setup, state, batch))
-    for _ in range(steps):
-        state, _ = setup.take_step(state, batch)
-    after = dict(_activations(setup, state, batch))
-    return {name: float(np.sqrt(np.mean(np.square(after[name] - before[name])))) for name in ACTIVATIONS}
+    """Trains in one program, which compiles faster than the programs of a run, and computes the same up to rounding."""
+    vocab_size = find_vocabulary(config).rows
+    model, loss = trace_model(config, vocab_size), loss_function(config)
+    params = model.optimizer_params()
+    rule = config.optimizer.build(params)
+    batch = random_batch(config.trainer.batch_schedule.at(0), config.model.seq_len, vocab_size)
 
+    def take_step(constant: Params, trained: Params, state: optax.OptState) -> tuple[Params, optax.OptState]:
+        def mean_loss(trained: Params) -> jax.Array:
+            total, weight, _ = loss(model.merge({**constant, **trained}), batch, None)
+            return total / weight
 
-def _activations(setup: TrainingSetup, state: TrainState, batch: Batch) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the name and the float32 values of each activation of one row."""
+        value, grads = jax.value_and_grad(mean_loss)(trained)
+        scalars = {"loss": value, "grad_norm": optax.tree.norm(grads), "weight": jnp.float32(batch.weights.sum())}
+        rate = jnp.float32(config.optimizer.learning_rate)
+        updates, state = rule.update(grads, state, trained, learning_rate=rate, **scalars)
+        return optax.apply_updates(trained, updates), state  # pyright: ignore[reportReturnType]
 
     @jax.jit
-    def compute(params: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-        model = setup.model.merge(params)
-        assert isinstance(model, Decoder)
-        row = tuple(jnp.asarray(x[:1]) for x in (batch.tokens, batch.positions, batch.segments))
-        first_BSD = model.embed_input(row[0], row[1], dtype=jnp.float32, key=None)
-        context = make_context(model.spec.blocks, row[1], row[2])
-        last_BSD = run_blocks(model.spec, model.blocks, first_BSD, context)[0]
-        logits_BSV = model.logits(model.head_input(last_BSD, row[0], row[2], key=None))
-        return first_BSD, last_BSD, logits_BSV
+    def measure() -> tuple[jax.Array, ...]:
+        initial = model.init()
+        constant = {name: x for name, x in initial.items() if name not in params}
+        trained = {name: initial[name] for name in params}
+        body = lambda _, carry: take_step(constant, *carry)  # noqa: E731
+        after, _ = jax.lax.fori_loop(0, steps, body, (trained, rule.init(trained)))
+        pairs = zip(_activations(model, initial, batch), _activations(model, {**constant, **after}, batch), strict=True)
+        return tuple(jnp.sqrt(jnp.mean(jnp.square(new - old))) for old, new in pairs)
 
-    yield from zip(ACTIVATIONS, map(np.asarray, compute(to_host({**state.frozen, **state.params}))), strict=True)
+    return dict(zip(ACTIVATIONS, map(float, measure()), strict=True))
+
+
+def _activations(model: ModelDef, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes the values of `ACTIVATIONS`, float32."""
+    decoder = model.merge(params)
+    tokens_BS, positions_BS, segments_BS = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
+    first_BSD = decoder.embed_input(tokens_BS, positions_BS, dtype=jnp.float32, key=None)
+    context = make_context(decoder.spec.blocks, positions_BS, segments_BS)
+    last_BSD = run_blocks(decoder.spec, decoder.blocks, first_BSD, context)[0]
+    logits_BSV = decoder.logits(decoder.head_input(last_BSD, tokens_BS, segments_BS, key=None))
+    return first_BSD, last_BSD, logits_BSV
 
 
 def describe_coordinates(coordinates: Coordinates) -> BenchResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,13 +38,13 @@ def test_a_factor_of_a_weight_is_the_same_training_as_a_factor_of_the_forward_pa
     }
     config = config.model_validate({**config.model_dump(), "weight_decay": 0.1})
     plain, folded = config.build(PARAMS), config.build(multiplied)
-    weights: dict = {name: jnp.asarray(x) for name, x in initial().items()}
-    values: dict = {name: x * FACTORS[name] for name, x in weights.items()}
+    weights: Any = {name: jnp.asarray(x) for name, x in initial().items()}
+    values: Any = {name: x * FACTORS[name] for name, x in weights.items()}
     state, folded_state = plain.init(weights), folded.init(values)
     for step in range(4):
         grads = gradients(step)
         scaled = {name: g / FACTORS[name] for name, g in grads.items()}
-        scalars: dict = {"learning_rate": jnp.float32(0.01), "loss": jnp.float32(1), "grad_norm": jnp.float32(1)}
+        scalars: Any = {"learning_rate": jnp.float32(0.01), "loss": jnp.float32(1), "grad_norm": jnp.float32(1)}
         more, folded_more = {}, {}
         if config.curvature is not None:
             power = 2 if config.curvature == "hutchinson" else 1
@@ -96,10 +97,10 @@ def test_the_spectral_norm_of_an_update_is_the_root_of_outputs_over_inputs(confi
 
     def update_norm(inputs: int, outputs: int, rate: float) -> float:
         param = dataclasses.replace(matrix(inputs, outputs), multipliers=Multipliers(rate=rate))
-        tx = config.build({param.name: param})
+        tx: Any = config.build({param.name: param})
         noise = np.random.default_rng(0).standard_normal(param.shape).astype(np.float32)
-        weights: dict = {param.name: jnp.zeros(param.shape)}
-        scalars: dict = {"learning_rate": jnp.float32(1), "grad_norm": jnp.float32(1)}
+        weights: Any = {param.name: jnp.zeros(param.shape)}
+        scalars: Any = {"learning_rate": jnp.float32(1), "grad_norm": jnp.float32(1)}
         updates, _ = tx.update({param.name: jnp.asarray(noise)}, tx.init(weights), weights, **scalars)
         return float(np.linalg.norm(np.asarray(updates[param.name])[0], 2))
 

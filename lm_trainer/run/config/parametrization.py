@@ -26,10 +26,15 @@ class StandardConfig(Config):
 
     type: Literal["standard"] = "standard"
 
+    def describe(self) -> str:
+        """Returns a short description."""
+        return self.type
+
 
 class TransferConfig(Config):
     """A base model, for which the initial values and the optimizer section of the run were chosen."""
 
+    type: str
     base: Mapping[str, Any] = Field(min_length=1)
     """Keys of the model section with the values of the base, such as `{hidden_dim: 256, num_heads: 4}`. All other
     settings of the base are the settings of the model section."""
@@ -40,6 +45,11 @@ class TransferConfig(Config):
         if "type" in value:
             raise ValueError("base.type: base and model are of one family; remove it")
         return value
+
+    def describe(self) -> str:
+        """Returns the rules and the sizes of the base: `mup, base hidden_dim 256`."""
+        sizes = ", ".join(f"{key} {value}" for key, value in self.base.items())
+        return f"{self.type}, base {sizes}"
 
     def base_model(self, model: DecoderConfig, *, num_layers: int | None = None) -> DecoderConfig:
         """Returns the model section of the base.
