@@ -64,7 +64,7 @@ def test_exponents_are_the_powers_of_width_and_depth() -> None:
         "mup",
         "not flat over widths and depths: exponents up to 0.25 are flat",
     )
-    one_depth = Coordinates("mup", {size: {name: 1.0 for name in values} for size in sizes if size.depth == 1})
+    one_depth = Coordinates("mup", {size: dict.fromkeys(values, 1.0) for size in sizes if size.depth == 1})
     assert one_depth.exponents()["logits"] == pytest.approx({"width": 0.0}, abs=1e-9)
     assert describe_coordinates(one_depth).rows[-1] == ("mup", "flat over widths")
 
