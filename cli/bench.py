@@ -268,6 +268,67 @@ def hardware(
         raise typer.Exit(EXIT_HARDWARE)
 
 
+@app.command(context_settings=OVERRIDES)
+def coordinates(
+    ctx: typer.Context,
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    widths: Annotated[str, typer.Option("--widths", metavar="N,N", help="Multiples of the base's sizes.")] = "1,2,4,8",
+    depths: Annotated[str, typer.Option("--depths", metavar="N,N", help="Multiples of the base's layers.")] = "1",
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Training steps of each model.")] = 4,
+    standard: Annotated[
+        bool, typer.Option("--standard", help="Also train the same models under parametrization: standard.")
+    ] = False,
+    out: Annotated[
+        Path | None, path_option("--out", metavar="FILE", help="Draw the changes to a PNG, SVG or PDF file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Check that a few steps change activations equally at all widths and depths.
+
+    Trains models of several multiples of `parametrization.base` for a few steps on one batch of random tokens, and fits
+    the change of activations as a power of width and depth. Exponents near 0 mean that hyperparameters of the base suit
+    all sizes. Writes no files unless --out is given.
+
+    For example:
+
+        lmt bench coordinates configs/transfer_nano.yaml --widths 1,2,4 --depths 1,2 --standard --out coordinates.svg
+    """
+    run = load_run_config(ctx, config, overrides)
+    sizes = {name: _parse_multiples(name, text) for name, text in (("widths", widths), ("depths", depths))}
+    from lm_trainer.bench.coordinates import (
+        describe_coordinates,
+        draw_coordinates,
+        measure_coordinates,
+    )
+
+    _announce(run, "training models of all sizes ...")
+    results = [
+        measure_coordinates(run, widths=sizes["widths"], depths=sizes["depths"], steps=steps, standard=kind)
+        for kind in ((False, True) if standard else (False,))
+    ]
+    described = [describe_coordinates(result) for result in results]
+    if as_json:
+        import json
+
+        clean.echo(json.dumps([measured.values for measured in described], indent=1))
+    else:
+        for measured in described:
+            _print_measured(measured, as_json=False)
+    if out is not None:
+        draw_coordinates(results, out)
+
+
+def _parse_multiples(name: str, text: str) -> list[int]:
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1 or len(set(values)) < len(values):
+        raise UserError(f"--{name} {text}: expected different whole numbers above 0, such as 1,2,4")
+    return values
+
+
 def _announce(run: "RunConfig", text: str) -> None:
     """Announces a benchmark and its assumptions on stderr."""
     from lm_trainer.run.weights.vocabulary import find_vocabulary

@@ -40,6 +40,13 @@ def show(
         bool, typer.Option("--origin", help="Annotate each value with its origin (file and line, override or default).")
     ] = False,
     decays: Annotated[bool, typer.Option("--decays", help="List the parameters with weight decay instead.")] = False,
+    multipliers: Annotated[
+        bool,
+        typer.Option(
+            "--multipliers",
+            help="List the factors that `parametrization` gives the settings of each parameter instead.",
+        ),
+    ] = False,
 ) -> None:
     """Print the full configuration, with includes, overrides and defaults resolved.
 
@@ -53,6 +60,11 @@ def show(
 
         for name, decaying in weight_decay_mask(loaded).items():
             clean.echo(f"{'decays' if decaying else '-':8}{name}")
+        return
+    if multipliers:
+        from lm_trainer.run.weights.parameters import multiplier_table
+
+        clean.echo("\n".join(multiplier_table(loaded)))
         return
     run = resolve_model_section(loaded.config, config)
 

@@ -15,6 +15,7 @@ from lm_trainer.data.tokenizer import AnyTokenizer
 from lm_trainer.harness.config import HarnessConfig
 from lm_trainer.ladder.models import AnyModelConfigurator
 from lm_trainer.ladder.recipe import AnyRunConfigurator
+from lm_trainer.run.config.parametrization import AnyParametrization, StandardConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 
 _KEYS_SET_BY_SIZE = (
@@ -56,6 +57,8 @@ class LadderConfig(Config):
     """Kind of device as JAX names it (`NVIDIA H100 80GB HBM3`), for time and cost in `plan`."""
     model_configurator: AnyModelConfigurator
     run_configurator: AnyRunConfigurator
+    parametrization: AnyParametrization = StandardConfig()
+    """Same as `parametrization` of a run. Under `mup` and `completep`, all sizes have the learning rate of the base."""
     data_loader: DataConfig = DataConfig()
     """Settings of the data pipeline from documents to rows, such as shuffling, packing and cache."""
     instance_sources: tuple[InstanceSource, ...] = ()

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lm_trainer.core.errors import UserError
 from lm_trainer.ladder.batch import BatchShape
 from lm_trainer.ladder.config import LadderConfig
-from lm_trainer.ladder.rungs import batch_shape, count_params, model_config, run_config, vocab_size_of
+from lm_trainer.ladder.rungs import batch_shape, count_params, model_config, run_config, rung_optimizer, vocab_size_of
 from lm_trainer.plan.cost import MFU, RunTime, RunWork, training_time
 from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.plan.estimate import Traces, compile_temporary, estimate_step, estimate_temporary
@@ -115,7 +115,7 @@ def plan_rung(
     num_params, recipe = count_params(ladder, size_spec, vocab_size), ladder.run_configurator
     shape = batch_shape(ladder, size_spec, vocab_size=vocab_size, compat=compat)
     batch, tokens = shape.batch_size, recipe.configure_duration(num_params, shape.batch_size)
-    optimizer = recipe.configure_optimizer(num_params, batch)
+    optimizer = rung_optimizer(ladder, size_spec, batch, vocab_size)
     embedding = vocab_size * spec.hidden_dim
     total = parameter_count(spec)
     # The batch of the ladder and not of its run configuration, because no run would have the batch of `compat`.

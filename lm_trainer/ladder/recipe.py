@@ -76,13 +76,14 @@ class RunConfigurator(Config):
         steps = self.configure_duration(num_params, batch_size) // batch_size
         return self.configure_optimizer(num_params, batch_size).schedule(steps)
 
-    def lr_plot(self, num_params: int, batch_size: int) -> SchedulePlot:
-        """Plots the learning rate, with the ladder's checkpoints."""
+    def lr_plot(self, num_params: int, batch_size: int, optimizer: OptimizerConfig | None = None) -> SchedulePlot:
+        """Plots the learning rate, with the ladder's checkpoints; `optimizer` replaces the optimizer of the size."""
         steps = self.configure_duration(num_params, batch_size) // batch_size
         checkpoints = [
             tokens // batch_size for tokens, _ in self.configure_checkpoint_intervals(num_params, batch_size)
         ]
-        return rate_plot(self.configure_lr_scheduler(num_params, batch_size), steps, checkpoints)
+        of_size = self.configure_lr_scheduler(num_params, batch_size)
+        return rate_plot(of_size if optimizer is None else optimizer.schedule(steps), steps, checkpoints)
 
     def plot_lr_schedule(
         self, num_params: int, batch_size: int, *, show: bool = True, save_path: AnyPath | None = None

@@ -12,7 +12,9 @@ from lm_trainer.data.tokenizer.hf import Pretrained, load_pretrained
 from lm_trainer.ladder.batch import BatchShape, elastic_batch, olmo_batch
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.models.base import DecoderConfig
+from lm_trainer.optim.base import OptimizerConfig
 from lm_trainer.profile.flops import parameter_count
+from lm_trainer.run.config.parametrization import StandardConfig
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.trackers.wandb import WandbConfig
 
@@ -47,8 +49,11 @@ def model_config(ladder: LadderConfig, size_spec: str) -> DecoderConfig:
 
 def count_params(ladder: LadderConfig, size_spec: str, vocab_size: int | None = None) -> int:
     """Counts the parameters without the token embedding. As in OLMo-core, an untied output layer counts."""
-    vocab_size = vocab_size or vocab_size_of(ladder)
-    spec = model_config(ladder, size_spec).spec(vocab_size)
+    return _count_params(model_config(ladder, size_spec), vocab_size or vocab_size_of(ladder))
+
+
+def _count_params(model: DecoderConfig, vocab_size: int) -> int:
+    spec = model.spec(vocab_size)
     return parameter_count(spec) - vocab_size * spec.hidden_dim
 
 
@@ -111,9 +116,24 @@ def run_config(
             "model": model_config(ladder, size_spec).model_dump(mode="json"),
             "data": ladder.data_config().model_dump(mode="json"),
             "trainer": trainer,
-            "optimizer": recipe.configure_optimizer(num_params, batch).model_dump(mode="json"),
+            "optimizer": rung_optimizer(ladder, size_spec, batch, vocab_size).model_dump(mode="json"),
+            "parametrization": ladder.parametrization.model_dump(mode="json"),
         }
     )
+
+
+def rung_optimizer(ladder: LadderConfig, size_spec: str, batch: int, vocab_size: int | None = None) -> OptimizerConfig:
+    """Returns the optimizer of a size with a batch in tokens. Its peak learning rate is the rate of the base, if
+    hyperparameters are transferred.
+    """
+    recipe = ladder.run_configurator
+    optimizer = recipe.configure_optimizer(count_params(ladder, size_spec, vocab_size), batch)
+    if isinstance(ladder.parametrization, StandardConfig):
+        return optimizer
+    base = ladder.parametrization.base_model(model_config(ladder, size_spec))
+    base_params = _count_params(base, vocab_size or vocab_size_of(ladder))
+    base_optimizer = recipe.configure_optimizer(base_params, elastic_batch(ladder, base_params).batch_size)
+    return optimizer.model_copy(update={"learning_rate": base_optimizer.learning_rate})
 
 
 def _with_ladder_group(ladder: LadderConfig, tracker: Any) -> Any:

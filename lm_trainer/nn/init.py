@@ -13,6 +13,8 @@ from flax import nnx
 
 LOGICAL_AXES = "logical_axes"
 """Metadata key of a parameter's logical axes. Flax ignores it, so building a model needs no mesh."""
+WRITES_RESIDUAL = "writes_residual"
+"""Metadata key that is true for the weight and the bias of the last linear map of a sublayer."""
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -36,7 +38,7 @@ class Initializer:
         # Both ways draw the same bits, because the generator numbers the elements of an array in C order.
         draw = jax.random.normal(self.rngs.params(), (math.prod(shape),) if self.flat else shape, jnp.float32)
         std = self.residual_std if residual else self.std
-        return nnx.Param((std * draw).reshape(shape), logical_axes=tuple(dims))
+        return nnx.Param((std * draw).reshape(shape), logical_axes=tuple(dims), writes_residual=residual)
 
     def uniform(self, dims: Mapping[str, int], bound: float) -> nnx.Param:
         """Samples from the uniform distribution between `-bound` and `bound`."""
@@ -47,9 +49,10 @@ class Initializer:
         """Makes a parameter with these values, float32 in the shape of `dims`."""
         return nnx.Param(values, logical_axes=tuple(dims))
 
-    def constant(self, dims: Mapping[str, int], value: float) -> nnx.Param:
+    def constant(self, dims: Mapping[str, int], value: float, *, residual: bool = False) -> nnx.Param:
         """Makes a parameter whose elements all have the same value."""
-        return nnx.Param(jnp.full(tuple(dims.values()), value, jnp.float32), logical_axes=tuple(dims))
+        values = jnp.full(tuple(dims.values()), value, jnp.float32)
+        return nnx.Param(values, logical_axes=tuple(dims), writes_residual=residual)
 
 
 def build_stacked(build: Callable[[nnx.Rngs], M], keys: jax.Array) -> M:

@@ -58,7 +58,7 @@ class Linear(nnx.Module):
     ):
         self.in_shape, self.out_shape = tuple(inputs.values()), tuple(outputs.values())
         self.weight: nnx.Param | Nf4Weight = init.normal({**inputs, **outputs}, residual=residual)
-        self.bias = init.constant(outputs, 0.0) if bias else None
+        self.bias = init.constant(outputs, 0.0, residual=residual) if bias else None
         self.matmul: MatmulFn = jnp.matmul
         # The name of this attribute is part of the names of adapter parameters in checkpoints: `<module path>.lora.a`.
         self.lora: Adapter | None = None

@@ -65,7 +65,7 @@ class Moe(nnx.Module):
         inner, outer = {**experts, "mlp": spec.hidden_dim}, {**experts, "embed": dim}
         self.gate_bias = init.constant(inner, 0.0) if spec.bias else None
         self.up_bias = init.constant(inner, 0.0) if spec.bias else None
-        self.down_bias = init.constant(outer, 0.0) if spec.bias else None
+        self.down_bias = init.constant(outer, 0.0, residual=True) if spec.bias else None
         self.remove_adapter()
 
     def remove_adapter(self) -> None:

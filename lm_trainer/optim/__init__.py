@@ -24,7 +24,7 @@ from lm_trainer.optim.muon import MuonConfig
 from lm_trainer.optim.muonh import MuonHConfig
 from lm_trainer.optim.normuon import NorMuonConfig
 from lm_trainer.optim.optimizer import Optimizer
-from lm_trainer.optim.params import Param, Params
+from lm_trainer.optim.params import Multipliers, Param, Params
 from lm_trainer.optim.rmsprop import RmsPropConfig
 from lm_trainer.optim.schedule_free import ScheduleFreeConfig
 from lm_trainer.optim.scion import ScionConfig
@@ -69,6 +69,7 @@ __all__ = [
     "KronConfig",
     "LionConfig",
     "MarsConfig",
+    "Multipliers",
     "MuonConfig",
     "MuonHConfig",
     "NorMuonConfig",

@@ -18,6 +18,7 @@ class AdamConfig(OptimizerConfig):
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101)."""
 
     elementwise_transform: ClassVar[bool] = True
+    transfers: ClassVar[bool] = True
     squares_in_state: ClassVar[tuple[str, ...] | None] = ("nu",)
 
     type: Literal["adam", "adamw"] = "adam"

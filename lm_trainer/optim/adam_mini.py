@@ -35,6 +35,7 @@ class AdamMiniConfig(OptimizerConfig):
 
     # No fields: averages of squares have one element per block, and averages of vectors stay in float32.
     squares_in_state: ClassVar[tuple[str, ...] | None] = ()
+    transfers: ClassVar[bool] = True
 
     type: Literal["mini"] = "mini"
     weight_decay: NonNegativeFloat = 0.0

@@ -22,6 +22,7 @@ class AdanConfig(OptimizerConfig):
     """
 
     elementwise_transform: ClassVar[bool] = True
+    transfers: ClassVar[bool] = True
     squares_in_state: ClassVar[tuple[str, ...] | None] = ("n",)
 
     type: Literal["adan"] = "adan"

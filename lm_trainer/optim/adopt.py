@@ -20,6 +20,7 @@ class AdoptConfig(OptimizerConfig):
     """
 
     elementwise_transform: ClassVar[bool] = True
+    transfers: ClassVar[bool] = True
     squares_in_state: ClassVar[tuple[str, ...] | None] = ("nu",)
 
     type: Literal["adopt"] = "adopt"

@@ -39,6 +39,9 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
     scalars."""
     weights_in_state: ClassVar[bool] = False
     """True if the state contains weights, which must not be rounded."""
+    transfers: ClassVar[bool] = False
+    """True if `parametrization` has rules for the optimizer. A constant factor of all gradients of a parameter, and its
+    square as factor of their curvature, must not change the update, apart from epsilon."""
     squares_in_state: ClassVar[tuple[str, ...] | None] = None
     """Fields of the state of `transform` that hold averages of squares, for `state_dtype: float8`; None if the state
     cannot be stored in 8 bits."""
@@ -160,9 +163,12 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
         import optax
 
         from lm_trainer.optim.clip import clip_update_norm
+        from lm_trainer.optim.multipliers import with_multipliers
 
         clip = optax.identity() if self.clip_update_norm is None else clip_update_norm(self.clip_update_norm)
-        return optax.chain(self.transform(params), self.decay_rule(params), clip, scale_by_given_learning_rate())
+        # Before the decay, so that learning rate times decay is the same for all parameters.
+        transform = with_multipliers(self.transform(params), params, self.curvature)
+        return optax.chain(transform, self.decay_rule(params), clip, scale_by_given_learning_rate())
 
     @abstractmethod
     def transform(self, params: Params) -> optax.GradientTransformation:
@@ -171,6 +177,17 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
         It maps the clipped gradient to the update before weight decay and before multiplication by the negative
         learning rate.
         """
+
+    def transfer_problem(self) -> str | None:
+        """Describes the reason why `parametrization` has no rule for this optimizer; None if it has one."""
+        return None if self.transfers else "there is no rule for this optimizer"
+
+    def matrix_update_norm(self, inputs: int, outputs: int) -> float | None:
+        """Returns the spectral norm of an update of a matrix at a learning rate of 1, up to a constant factor.
+
+        None if the elements of the update have a size of about 1 for any size of the matrix, as in Adam.
+        """
+        del inputs, outputs
 
     def decay_rule(self, params: Params) -> optax.GradientTransformation:
         """Returns the transformation that adds the weight decay."""

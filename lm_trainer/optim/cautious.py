@@ -27,6 +27,7 @@ class CautiousConfig(OptimizerConfig):
 
     # The fraction is computed from an integer count, which is exact in any order of summation.
     elementwise_transform: ClassVar[bool] = True
+    transfers: ClassVar[bool] = True
     squares_in_state: ClassVar[tuple[str, ...] | None] = ("nu",)
 
     type: Literal["cautious"] = "cautious"

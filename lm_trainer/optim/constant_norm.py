@@ -25,6 +25,9 @@ class ConstantNormConfig(OptimizerConfig):
 
         return optax.chain(super().rule(params), keep_norms(params))
 
+    def transfer_problem(self) -> str | None:
+        return "its matrices keep their norms, and no published rule for learning rates is built in for that"
+
     def decay_mask(self, params: Params) -> dict[str, bool]:
         mask = super().decay_mask(params)
         return {name: decays and params[name].role != "matrix" for name, decays in mask.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat
@@ -31,6 +32,10 @@ class DionConfig(MatrixRateConfig):
     """Rank of an update, as a fraction of the smaller side of the matrix, rounded up."""
     dion_epsilon: PositiveFloat = 1e-8
     """Added to the norm of each direction before the division by it."""
+
+    def matrix_update_norm(self, inputs: int, outputs: int) -> float:
+        """Returns the spectral norm of an update of a matrix at a learning rate of 1, up to a constant factor."""
+        return math.sqrt(outputs / inputs)
 
     def transform(self, params: Params) -> optax.GradientTransformation:
         """Returns the scaled low-rank update of matrices, and Adam's update of the rest."""

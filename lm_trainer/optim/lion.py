@@ -17,6 +17,7 @@ class LionConfig(OptimizerConfig):
     """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2)."""
 
     elementwise_transform: ClassVar[bool] = True
+    transfers: ClassVar[bool] = True
     squares_in_state: ClassVar[tuple[str, ...] | None] = ()
 
     type: Literal["lion"] = "lion"

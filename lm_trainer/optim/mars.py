@@ -21,6 +21,7 @@ class MarsConfig(OptimizerConfig):
     """
 
     squares_in_state: ClassVar[tuple[str, ...] | None] = ("nu",)
+    transfers: ClassVar[bool] = True
 
     type: Literal["mars"] = "mars"
     learning_rate: PositiveFloat = 6e-4
@@ -43,6 +44,12 @@ class MarsConfig(OptimizerConfig):
     def build_one(self, name: str, params: Params) -> optax.GradientTransformationExtraArgs | None:
         """Returns None if the corrected gradient is clipped, because that norm is over all parameters."""
         return super().build_one(name, params) if self.max_grad_norm is None else None
+
+    def transfer_problem(self) -> str | None:
+        """Describes the reason why `parametrization` has no rule for clipping of the corrected gradient."""
+        if self.max_grad_norm is None:
+            return None
+        return "it clips corrected gradients of all parameters together; set optimizer.max_grad_norm: null"
 
     def clip_rule(self) -> optax.GradientTransformation:
         """Returns a transformation without effect, because `transform` clips the corrected gradient."""

@@ -17,6 +17,7 @@ class MatrixRateConfig(OptimizerConfig):
     """Two learning rates, which follow the same schedule, and the keys of AdamW."""
 
     squares_in_state: ClassVar[tuple[str, ...] | None] = ("nu",)
+    transfers: ClassVar[bool] = True
 
     learning_rate: PositiveFloat = 0.02
     """Peak learning rate of matrices."""

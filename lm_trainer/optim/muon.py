@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import PositiveFloat
@@ -27,6 +28,11 @@ class MuonConfig(OrthogonalConfig):
     use_kimi_scaling: bool = False
     """Multiply the orthogonal update by 0.2 sqrt(max(inputs, outputs)), which gives it the size of an AdamW update (Liu
     et al. 2025, arXiv 2502.16982), instead of by sqrt(max(1, outputs / inputs))."""
+
+    def matrix_update_norm(self, inputs: int, outputs: int) -> float:
+        """Returns the spectral norm of an update of a matrix at a learning rate of 1, up to a constant factor."""
+        scale = max(inputs, outputs) if self.use_kimi_scaling else max(1.0, outputs / inputs)
+        return math.sqrt(scale)
 
     def transform(self, params: Params) -> optax.GradientTransformation:
         """Returns the orthogonalised momentum of matrices, scaled by their shape, and Adam's update of the rest."""

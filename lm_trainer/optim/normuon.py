@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, PositiveFloat
@@ -26,6 +27,11 @@ class NorMuonConfig(OrthogonalConfig):
     """Decay of the average of squared orthogonal updates of a neuron."""
     neuron_epsilon: PositiveFloat = 1e-8
     """Added to the root of this average."""
+
+    def matrix_update_norm(self, inputs: int, outputs: int) -> float:
+        """Returns the spectral norm of an update of a matrix at a learning rate of 1, up to a constant factor."""
+        # Its root mean square is constant, and its rank is the smaller size.
+        return math.sqrt(max(inputs, outputs))
 
     def transform(self, params: Params) -> optax.GradientTransformation:
         """Returns the normalised orthogonal momentum of matrices, and Adam's update of the rest."""

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     import optax
 
 
+Curvature = Literal["hutchinson", "gauss_newton_bartlett"]
+"""Estimator of the curvature of the loss: see `lm_trainer.nn.curvature`."""
+
+
 class Optimizer(Config):
     """The update rule of a run, and the properties of the rule that a step needs to know."""
 
@@ -35,7 +39,7 @@ class Optimizer(Config):
         return False
 
     @property
-    def curvature(self) -> Literal["hutchinson", "gauss_newton_bartlett"] | None:
+    def curvature(self) -> Curvature | None:
         """The curvature estimate that `update` takes as the keyword argument `curvature`; None if it takes none."""
         return None
 

@@ -26,6 +26,16 @@ _HEADS = ("heads", "kv_heads")
 
 
 @dataclass(frozen=True)
+class Multipliers:
+    """Factors of the settings of one parameter, relative to the settings of the optimizer."""
+
+    rate: float = 1.0
+    """Factor of the learning rate. The product of learning rate and weight decay does not change."""
+    epsilon: float = 1.0
+    """Factor of the optimizer's epsilon, which has the unit of gradients."""
+
+
+@dataclass(frozen=True)
 class Param:
     """One parameter. All layers (and experts) are in one array with leading axes."""
 
@@ -36,6 +46,7 @@ class Param:
     """Logical axis of each dimension."""
     norm: str | None = None
     """Class of the norm that the parameter belongs to, `LayerNorm` or `RMSNorm`; None for other parameters."""
+    multipliers: Multipliers = Multipliers()
 
     @property
     def lead(self) -> int:

@@ -22,6 +22,7 @@ class RmsPropConfig(OptimizerConfig):
 
     renamed_keys: ClassVar[Mapping[str, str]] = {**OptimizerConfig.renamed_keys, "eps": "epsilon"}
     elementwise_transform: ClassVar[bool] = True
+    transfers: ClassVar[bool] = True
     squares_in_state: ClassVar[tuple[str, ...] | None] = ("nu",)
 
     type: Literal["rmsprop"] = "rmsprop"

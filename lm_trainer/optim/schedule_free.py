@@ -26,6 +26,7 @@ class ScheduleFreeConfig(OptimizerConfig):
     """
 
     elementwise_transform: ClassVar[bool] = True
+    transfers: ClassVar[bool] = True
     weights_in_state: ClassVar[bool] = True
 
     type: Literal["schedule_free"] = "schedule_free"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -26,6 +27,7 @@ class ScionConfig(OptimizerConfig):
 
     refused_keys: ClassVar[Mapping[str, str]] = {**OptimizerConfig.refused_keys, "lr": "use `learning_rate`"}
     squares_in_state: ClassVar[tuple[str, ...] | None] = ()
+    transfers: ClassVar[bool] = True
 
     type: Literal["scion"] = "scion"
     learning_rate: PositiveFloat = 0.02
@@ -59,6 +61,10 @@ class ScionConfig(OptimizerConfig):
         )
         sign = optax.chain(optax.ema(self.beta1, debias=False), optax.scale_by_sign())
         return optax.chain(split_by_role(params, spectral, sign), scale_each(width_factors(params)))
+
+    def matrix_update_norm(self, inputs: int, outputs: int) -> float:
+        """Returns the spectral norm of an update of a matrix at a learning rate of 1, up to a constant factor."""
+        return math.sqrt(max(1.0, outputs / inputs))
 
     def decay_rule(self, params: Params) -> optax.GradientTransformation:
         """Adds the weight decay, then scales the learning rate of non-matrices by `scion_to_signum_lr`."""

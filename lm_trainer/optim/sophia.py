@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from lm_trainer.optim.base import OptimizerConfig
+from lm_trainer.optim.optimizer import Curvature
 from lm_trainer.optim.params import Params
 
 if TYPE_CHECKING:
     import optax
-
-Estimator = Literal["hutchinson", "gauss_newton_bartlett"]
 
 
 class SophiaConfig(OptimizerConfig):
@@ -27,6 +26,7 @@ class SophiaConfig(OptimizerConfig):
         "rng_seed": "the random numbers of the estimate follow from `trainer.seed`",
     }
     elementwise_transform: ClassVar[bool] = True
+    transfers: ClassVar[bool] = True
 
     beta1: float = Field(default=0.96, ge=0, lt=1)
     """Decay of the average of gradients."""
@@ -62,7 +62,7 @@ class SophiaHConfig(SophiaConfig):
     type: Literal["sophia-h"] = "sophia-h"
 
     @property
-    def curvature(self) -> Estimator:
+    def curvature(self) -> Curvature:
         return "hutchinson"
 
 
@@ -74,5 +74,5 @@ class SophiaGConfig(SophiaConfig):
     """Factor that multiplies the curvature; larger values clip fewer elements."""
 
     @property
-    def curvature(self) -> Estimator:
+    def curvature(self) -> Curvature:
         return "gauss_newton_bartlett"

@@ -83,6 +83,8 @@ class RunPlan:
     gather: str
     """Way in which parameters are gathered: `model` or `layer`; `auto` with `determinism: fast`."""
     num_params: int
+    parametrization: str
+    """`standard`, or the rules by which hyperparameters are transferred, and the sizes of their base."""
     vocab_size: int
     dtype: str
     """Dtype of matrix products."""
@@ -200,6 +202,7 @@ def plan_run(
         determinism=trainer.determinism,
         gather=memory.config.trainer.gather,
         num_params=parameter_count(spec),
+        parametrization=config.parametrization.describe(),
         vocab_size=vocab_size,
         dtype=trainer.mp.compute,
         rows=rows,

@@ -47,6 +47,8 @@ def _plan_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     axes = ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     yield "devices", f"{plan.devices.count} x {plan.devices.kind}" + (f": {axes}" if axes else "")
     yield "model", f"{plan.num_params:,} parameters with a vocabulary of {plan.vocab_size:,}, in {plan.dtype}"
+    if plan.parametrization != "standard":
+        yield "parametrization", plan.parametrization
     yield "microbatch", f"{format_count(plan.rows, 'row')}, {format_count(plan.microbatches, 'microbatch')} in a step"
     if (together := plan.microbatches_per_gather) is not None:
         chosen = f"{format_count(together, 'microbatch')} of a device at a time"

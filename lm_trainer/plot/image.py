@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_trainer.core.errors import UserError
@@ -10,6 +11,7 @@ from lm_trainer.plot.curves import Marks, SchedulePlot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SIZE = (10.0, 2.6)
 """Size of each panel, in inches."""
@@ -24,18 +26,7 @@ def save_image(plot: SchedulePlot, path: AnyPath) -> None:
         UserError: if the file has another type or cannot be written, or matplotlib is not installed.
     """
     path = local_path(path)
-    if path.suffix.lower() not in _SUFFIXES:
-        raise UserError(f"{path}: expected a file whose name ends in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError(
-            "drawing into a file needs matplotlib: pip install 'lm_trainer[plot]'; without --out the plot is drawn in "
-            "the terminal"
-        ) from None
-
-    # `pyplot` is not used, because it keeps figures alive and looks for a display.
-    figure = Figure(figsize=(SIZE[0], SIZE[1] * len(plot.panels)), dpi=DPI, layout="constrained")
+    figure = new_figure(path, (SIZE[0], SIZE[1] * len(plot.panels)))
     axes = figure.subplots(len(plot.panels), sharex=True, squeeze=False)[:, 0]
     for panel, axis in zip(plot.panels, axes, strict=True):
         for curve in panel.curves:
@@ -48,6 +39,31 @@ def save_image(plot: SchedulePlot, path: AnyPath) -> None:
             axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
     axes[-1].set_xlabel("step")
     figure.legend(handles=_draw_marks(plot.marks, list(axes)), loc="outside upper center", ncols=3, fontsize="small")
+    write_figure(figure, path)
+
+
+def new_figure(path: Path, size: tuple[float, float]) -> Figure:
+    """Makes an empty figure of a size in inches, for a file.
+
+    Raises:
+        UserError: if the file is not a PNG, SVG or PDF file, or matplotlib is not installed.
+    """
+    if path.suffix.lower() not in _SUFFIXES:
+        raise UserError(f"{path}: expected a file whose name ends in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError(
+            "drawing into a file needs matplotlib: pip install 'lm_trainer[plot]'; without --out the plot is drawn in "
+            "the terminal"
+        ) from None
+
+    # `pyplot` is not used, because it keeps figures alive and looks for a display.
+    return Figure(figsize=size, dpi=DPI, layout="constrained")
+
+
+def write_figure(figure: Figure, path: Path) -> None:
+    """Writes a figure to a file. Raises `UserError` if it cannot be written."""
     try:
         figure.savefig(path)
     except OSError as error:

@@ -219,3 +219,18 @@ def test_memory_is_estimated_close_to_what_xla_says(determinism: str) -> None:
     assert estimate.activation_bytes != compiled.activation_bytes
     assert estimate.activation_bytes == pytest.approx(compiled.activation_bytes, rel=0.15)
     assert estimate.state_bytes == compiled.state_bytes
+
+
+def test_with_a_parametrization_all_sizes_have_the_rate_of_the_base() -> None:
+    base = TransformerSize.size_60M.shape._asdict()
+    base = {**base, "num_kv_heads": base["num_heads"]}
+    transferred = ladder(parametrization={"type": "completep", "base": base})
+    for size in ("60M", "370M"):
+        config = run_config(transferred, size, vocab_size=VOCABULARY)
+        assert config.optimizer.learning_rate == pytest.approx(SIZES["60M"][3], rel=1e-6)
+        assert config.parametrization.type == "completep"
+        assert plan_rung(transferred, size, vocab_size=VOCABULARY).learning_rate == config.optimizer.learning_rate
+        # The other values of the recipe depend on the size.
+        standard = run_config(ladder(), size, vocab_size=VOCABULARY)
+        assert config.trainer.num_train_steps == standard.trainer.num_train_steps
+        assert config.optimizer.warmup == standard.optimizer.warmup

@@ -14,8 +14,9 @@ from lm_trainer.ladder.fit.fitting import Fit
 from lm_trainer.ladder.fit.isoflop import fit_isoflop
 from lm_trainer.ladder.fit.predict import Prediction, prediction_lines
 from lm_trainer.ladder.fit.tables import backtest_text, iso_text, law_text, points_text
-from lm_trainer.ladder.rungs import batch_shape, count_params
+from lm_trainer.ladder.rungs import batch_shape, count_params, rung_optimizer
 from lm_trainer.plot import save_image
+from lm_trainer.run.config.parametrization import StandardConfig
 
 
 def write_report(
@@ -61,7 +62,9 @@ def _draw_schedules(ladder: LadderConfig) -> list[tuple[str, str]]:
         for number, size in enumerate(ladder.sizes):
             file = Path(folder) / "rate.svg"
             num_params, batch = count_params(ladder, size), batch_shape(ladder, size).batch_size
-            save_image(ladder.run_configurator.lr_plot(num_params, batch), file)
+            is_standard = isinstance(ladder.parametrization, StandardConfig)
+            optimizer = None if is_standard else rung_optimizer(ladder, size, batch)
+            save_image(ladder.run_configurator.lr_plot(num_params, batch, optimizer), file)
             # Numbers start at 100, because the plots of the fit use lower numbers.
             pictures.append((size, inline_svg(file.read_text(encoding="utf-8"), 100 + number)))
     return pictures

@@ -30,6 +30,7 @@ from lm_trainer.objectives.distillation import DistillationConfig
 from lm_trainer.objectives.distillation_loss import DistillationLoss
 from lm_trainer.objectives.preference import PreferenceLoss
 from lm_trainer.profile.flops import flops_per_token
+from lm_trainer.run.build.transfer import find_transfer
 from lm_trainer.run.config.loss_checks import has_separate_reference
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
@@ -49,12 +50,14 @@ def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
     parameters.
     """
     key = jax.random.fold_in(jax.random.key(config.trainer.seed), INIT_KEY)
+    transfer = find_transfer(config, vocab_size)
     quantization, adapter = config.trainer.quantization, config.adapter
     names = {} if adapter is None else module_names(config.model, vocab_size)
     teacher = _teacher_config(config)
 
     def build() -> nnx.Module:
         model = config.model.build(vocab_size, rngs=nnx.Rngs(key))
+        transfer.scale_initial_values(model)
         if adapter is not None:
             attach_lora(model, adapter, names, rngs=nnx.Rngs(jax.random.fold_in(key, ADAPTER_KEY)))
             if adapter.base_quantization is not None:
@@ -74,6 +77,7 @@ def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
     if adapter is not None:
         return trace_module(build, config.trainer.mp.param_dtype, is_adapter_param)
     model = trace_module(build, config.trainer.mp.param_dtype, trained)
+    model = dataclasses.replace(model, multipliers=transfer.multipliers)
     return dataclasses.replace(model, constants=frozen & model.shapes.keys()) if frozen else model
 
 

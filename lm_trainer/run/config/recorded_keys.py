@@ -36,8 +36,8 @@ def _infer_missing_keys(recorded: Mapping[str, Any]) -> dict[str, Any]:
     return {"matrix_updates": "repeated", "gather": "auto" if recorded.get("determinism") == "fast" else "model"}
 
 
-_ONLY_LOSS = {"type": "next_token"}
-"""The loss of runs that were recorded before there was a choice."""
+_ONLY_CHOICES = {"loss": {"type": "next_token"}, "parametrization": {"type": "standard"}}
+"""Top-level sections of runs that were recorded before there was a choice."""
 _NEWER_ADAPTER_KEYS = ("base_quantization",)
 """Keys of the adapter that are newer than some recorded runs; null is what these runs did."""
 _CURRENT_SPELLING = {"layerwise": "elastic"}
@@ -127,7 +127,7 @@ def without_newer_defaults(identity: Mapping[str, Any], trainer: TrainerConfig, 
             del recorded[key]
     if follows_from_batch(trainer):
         recorded["elastic_shards"] = largest_shards(trainer, MIN_MICROBATCHES)
-    sections = {key: value for key, value in identity.items() if (key, value) != ("loss", _ONLY_LOSS)}
+    sections = {key: value for key, value in identity.items() if _ONLY_CHOICES.get(key) != value}
     if isinstance(data := identity.get("data"), Mapping):
         sections["data"] = data_without_newer_defaults(data)
     if isinstance(adapter := sections.get("adapter"), Mapping):

@@ -23,6 +23,7 @@ from lm_trainer.optim import AdamConfig, AnyOptimizer
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.run.config.default_shards import with_default_shards
 from lm_trainer.run.config.loss_checks import check_loss
+from lm_trainer.run.config.parametrization import AnyParametrization, StandardConfig, check_parametrization
 from lm_trainer.run.config.recorded_keys import without_newer_defaults
 from lm_trainer.run.config.refused_keys import REFUSED_TOP_LEVEL_KEYS
 from lm_trainer.run.config.trainer_config import TrainerConfig
@@ -40,6 +41,9 @@ class RunConfig(Config):
     trainer: AffectsResults[TrainerConfig] = TrainerConfig()
     optimizer: AffectsResults[AnyOptimizer] = AdamConfig()
     """The optimizer and the learning rate schedule."""
+    parametrization: AffectsResults[AnyParametrization] = StandardConfig()
+    """Rules for initial values, learning rates, epsilon and weight decay of each parameter, so that values that were
+    chosen for a small model suit a larger one."""
     adapter: AffectsResults[AnyAdapter | None] = None
     """Freeze the initial model and train an adapter for it. null trains all parameters."""
 
@@ -119,6 +123,11 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _loss_fits(self) -> RunConfig:
         check_loss(self)
+        return self
+
+    @model_validator(mode="after")
+    def _parametrization_fits(self) -> RunConfig:
+        check_parametrization(self)
         return self
 
     @model_validator(mode="after")

@@ -15,7 +15,7 @@ from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.nn.norm import norm_kinds
 from lm_trainer.nn.read import PARAM_NAME
 from lm_trainer.nn.router import LOAD_RATE, LoadParam
-from lm_trainer.optim import Param
+from lm_trainer.optim import Multipliers, Param
 
 Params = dict[str, jax.Array]
 """Dotted name -> array. Used for parameters everywhere outside a model."""
@@ -46,6 +46,8 @@ class ModelDef:
     loads: Mapping[str, float | None] = field(default_factory=dict)
     """Name -> rate of each trained parameter that is set from the load of experts, and not by the optimizer; see
     `lm_trainer.step.updates.load`."""
+    multipliers: Mapping[str, Multipliers] = field(default_factory=dict)
+    """Name -> multipliers of the optimizer's settings; parameters that are missing here have none."""
 
     @classmethod
     def trace(cls, build: Callable[[], nnx.Module], is_trainable: Callable[[str], bool] = lambda _: True) -> ModelDef:
@@ -89,7 +91,7 @@ class ModelDef:
     def optimizer_params(self) -> dict[str, Param]:
         """Returns dotted name -> each parameter that the optimizer updates, as it sees it."""
         return {
-            name: Param(name, x.shape, self.axes[name], self.norms.get(name))
+            name: Param(name, x.shape, self.axes[name], self.norms.get(name), self.multipliers.get(name, Multipliers()))
             for name, x in self.shapes.items()
             if name in self.trainable and name not in self.loads
         }
