@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from lm_trainer.core.config import Config, StorageLocation
 from lm_trainer.core.data_content import DataContent
-from lm_trainer.core.result_keys import Operational
 
 if TYPE_CHECKING:
     import jax
@@ -92,11 +91,11 @@ class PreferenceLossConfig(LossConfig):
 class FrozenModelLossConfig(LossConfig):
     """Base of losses that read the predictions of a frozen model."""
 
-    precompute: Operational[bool] = False
+    precompute: bool = False
     """Compute the predictions of the frozen model (the reference or the teacher) once, before the first step, and keep
     them in a directory next to the token cache. Steps are faster, and devices do not hold the weights of the frozen
-    model. Weights and losses have the same bits as without the key. Later runs with the same frozen model, data and
-    batches use the same files."""
+    model. Later runs with the same frozen model, data and batches use the same files. The last digits of results may
+    differ from a run without the key, because another program computes a step."""
 
     @property
     def precomputes(self) -> bool:
