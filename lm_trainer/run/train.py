@@ -271,7 +271,7 @@ def _with_frozen_model(
 
     With `loss.precompute`, the rows of `data` get its predictions instead, and the model is returned unchanged.
     """
-    reference = find_reference(config, attempt.store, data.tokenizer)
+    reference = find_reference(config, attempt.store, data.tokenizer, vocab_size)
     teacher = find_teacher(config, attempt.store, data.tokenizer, vocab_size)
     facts = {**({} if reference is None else reference.facts), **({} if teacher is None else teacher.facts)}
     if not config.loss.precomputes:
