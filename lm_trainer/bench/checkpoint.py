@@ -16,7 +16,7 @@ import numpy as np
 from lm_trainer.checkpoint.store import CheckpointStore
 from lm_trainer.core.files import ensure_writable_directory, local_path
 from lm_trainer.profile.timing import BenchResult, Spread, format_si, measure_interleaved, time_call
-from lm_trainer.profile.workload import random_batch
+from lm_trainer.run.build.example_batch import example_batch
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.dry_run import configure_and_build_setup
 from lm_trainer.run.weights.pretrained import resolve_model
@@ -64,7 +64,7 @@ class _Run:
     def __init__(self, config: RunConfig, store: CheckpointStore, steps: int):
         self._program, vocab_size = configure_and_build_setup(config)
         step = self._program.step
-        batch = random_batch(len(step.local_rows()), config.model.seq_len, vocab_size, config.model.features_shape)
+        batch = example_batch(config, len(step.local_rows()), vocab_size)
         step.compile(batch)
         self._placed, self._state, self._store, self.steps = step.put(batch), self._program.init(), store, steps
         arrays = arrays_to_save(self._state, self._program)

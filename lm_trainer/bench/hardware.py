@@ -9,7 +9,7 @@ from typing import Any
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.parallel.mesh import batch_shards
-from lm_trainer.profile.workload import random_batch
+from lm_trainer.run.build.example_batch import example_batch
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.dry_run import configure_and_build_setup
 from lm_trainer.run.weights.pretrained import resolve_model
@@ -68,12 +68,11 @@ def compare_hardware(
     step = setup.step
     assert isinstance(step, ElasticStep)
     rows = len(step.local_rows())
-    shape = (config.model.seq_len, vocab_size, config.model.features_shape)
-    step.compile(random_batch(rows, *shape))
+    step.compile(example_batch(config, rows, vocab_size))
     state = setup.init()
     mismatches, rounds, started = list[Mismatch](), 0, time.perf_counter()
     while rounds < 2 or time.perf_counter() - started < seconds:
-        batch = random_batch(rows, *shape, seed=rounds)
+        batch = example_batch(config, rows, vocab_size, seed=rounds)
         if mismatch := compare_devices(step.recomputation(state, step.put(batch)), rounds + 1, setup.sharding.mesh):
             mismatches.append(mismatch)
         rounds += 1

@@ -9,7 +9,7 @@ import jax
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.profile.timing import BenchResult, Spread, format_mebibytes, measure_interleaved, time_call
-from lm_trainer.profile.workload import random_batch
+from lm_trainer.run.build.example_batch import example_batch
 from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
@@ -30,7 +30,7 @@ def measure_memory(config: RunConfig, *, repeats: int) -> BenchResult:
     """
     setup, vocab_size = configure_and_build_setup(config := resolve_model(config, "bench"))
     rows, seq_len = setup.step.local_rows(), config.model.seq_len
-    batch = random_batch(len(rows), seq_len, vocab_size, config.model.features_shape)
+    batch = example_batch(config, len(rows), vocab_size)
     state = setup.init()
     plan = setup.step.plans.at(0)
     variants = dict(_config_variants(with_resolved_gather(config, vocab_size), plan.rows * seq_len))

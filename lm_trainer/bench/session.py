@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from lm_trainer.profile.flops import flops_per_token, parameter_count, recomputed_flops_per_token
-from lm_trainer.profile.workload import random_batch
+from lm_trainer.run.build.example_batch import example_batch
 from lm_trainer.run.build.model import recomputes_layers
 from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.gather import with_resolved_gather
@@ -64,7 +64,7 @@ def open_bench_session(config: RunConfig) -> Iterator[BenchSession]:
     config = with_resolved_gather(config, vocab_size)
     trainer, seq_len, spec = config.trainer, config.model.seq_len, config.model.spec(vocab_size)
     rows = setup.step.local_rows()
-    batch = random_batch(len(rows), seq_len, vocab_size, config.model.features_shape)
+    batch = example_batch(config, len(rows), vocab_size)
     gradient = setup.step.compile(batch)
     devices = setup.sharding.mesh.devices
     yield BenchSession(

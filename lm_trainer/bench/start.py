@@ -99,7 +99,7 @@ def _measure_phases() -> None:
     prepare_process()
     import jax
 
-    from lm_trainer.profile.workload import random_batch
+    from lm_trainer.run.build.example_batch import example_batch
     from lm_trainer.run.dry_run import configure_and_build_setup
 
     marks = {"imports": time.time() - started}
@@ -114,7 +114,7 @@ def _measure_phases() -> None:
     config = RunConfig.model_validate_json(sys.stdin.read())
     phase_start = time.time()
     program, vocab_size = configure_and_build_setup(config)
-    batch = random_batch(len(program.step.local_rows()), config.model.seq_len, vocab_size, config.model.features_shape)
+    batch = example_batch(config, len(program.step.local_rows()), vocab_size)
     program.step.compile(batch)
     phase_start = mark("compile", phase_start)
     state = jax.block_until_ready(program.init())

@@ -32,3 +32,6 @@ class Batch(NamedTuple):
     features: Array | None = None
     """float32 [B, F, M]: the log-mel spectrogram for an audio encoder; None for text-only rows, whose programs have no
     such argument. Code that iterates over the arrays of a batch uses `jax.tree.map`, which skips None."""
+    frozen: dict[str, Array] | None = None
+    """Values of a frozen model, such as a reference or a teacher, at each position, by name: [B, S, ...]. None unless
+    they were computed before training (`loss.precompute`)."""

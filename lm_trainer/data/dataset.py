@@ -6,12 +6,14 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import grain
 import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.piecewise import BatchSchedule
+from lm_trainer.data.cache.row_values import RowValues
 from lm_trainer.data.config import DataConfig
 from lm_trainer.data.fingerprints import DataIdentity
 from lm_trainer.data.formats.chat import compile_format_template
@@ -60,6 +62,7 @@ class Data:
         self._train_sets = TrainSets(config, row_builder, caches)
         self._identity = DataIdentity(config, row_builder, caches, self._train_sets)
         self._iterators: list[TrainIterator] = []
+        self._frozen_evals: Mapping[str, RowValues] = {}
         # Requested now, so that unusable data are refused before anything else is built.
         _ = self.train_sets, self.validation()
 
@@ -242,7 +245,20 @@ class Data:
 
     def validation(self) -> dict[str, EvalSet | PendingEvalSet]:
         """Returns the held-out sets by name; empty if the configuration has none."""
-        return {evals.name: evals for evals in self._row_builder.eval_sets(self.caches)}
+        return {evals.name: self._with_frozen(evals) for evals in self._row_builder.eval_sets(self.caches)}
+
+    def _with_frozen(self, evals: EvalSet | PendingEvalSet) -> EvalSet | PendingEvalSet:
+        values = self._frozen_evals.get(evals.name)
+        return evals if values is None or isinstance(evals, PendingEvalSet) else replace(evals, frozen=values)
+
+    def attach_frozen(self, train: RowValues, evals: Mapping[str, RowValues]) -> None:
+        """Makes batches contain the values of a frozen model.
+
+        Args:
+            train: values of the row at each position of the run.
+            evals: values of the rows of held-out sets, by the names of the sets. All text must be tokenised.
+        """
+        self._train_sets.frozen, self._frozen_evals = train, evals
 
     def close(self) -> None:
         """Ends the threads of every open iterator, and ends background tokenising."""

@@ -57,7 +57,19 @@ class LossConfig(Config):
     has_stages: ClassVar[bool] = True
     """True if the loss can be computed with one layer gathered at a time."""
     extra_forward_passes: ClassVar[int] = 0
-    """Number of forward passes of a step that have no backward pass."""
+    """Number of forward passes of a step that have no backward pass, except for the passes of a frozen model."""
+    frozen_forward_passes: ClassVar[int] = 0
+    """Number of forward passes of a step through a frozen model of the same size as the trained model."""
+
+    @property
+    def precomputes(self) -> bool:
+        """True if the values of a frozen model are computed once, before training."""
+        return False
+
+    @property
+    def step_forward_passes(self) -> int:
+        """Number of forward passes of a step that have no backward pass."""
+        return self.extra_forward_passes + (0 if self.precomputes else self.frozen_forward_passes)
 
 
 class PreferenceLossConfig(LossConfig):
@@ -76,11 +88,26 @@ class PreferenceLossConfig(LossConfig):
         """Returns reported values of each pair by name, whose means are logged."""
 
 
-class ReferenceLossConfig(PreferenceLossConfig):
+class FrozenModelLossConfig(LossConfig):
+    """Base of losses that read the predictions of a frozen model."""
+
+    precompute: bool = False
+    """Compute the predictions of the frozen model (the reference or the teacher) once, before the first step, and keep
+    them in a directory next to the token cache. Steps are faster, and devices do not hold the weights of the frozen
+    model. Later runs with the same frozen model, data and batches use the same files. The last digits of results may
+    differ from a run without the key, because another program computes a step."""
+
+    @property
+    def precomputes(self) -> bool:
+        """See `LossConfig`."""
+        return self.precompute
+
+
+class ReferenceLossConfig(FrozenModelLossConfig, PreferenceLossConfig):
     """Base of losses that compare the trained model with a reference."""
 
     has_reference: ClassVar[bool] = True
-    extra_forward_passes: ClassVar[int] = 1
+    frozen_forward_passes: ClassVar[int] = 1
 
     reference: StorageLocation | None = None
     """A run or checkpoint to compare with, which must be the same kind of model. The default is the model at the start:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from lm_trainer.core.config import StorageLocation
-from lm_trainer.objectives.base import LossConfig
+from lm_trainer.objectives.base import FrozenModelLossConfig
 
 if TYPE_CHECKING:
     import jax
 
 
-class DistillationConfig(LossConfig):
+class DistillationConfig(FrozenModelLossConfig):
     """Distillation (Hinton et al. 2015, arXiv 1503.02531, section 2): (1 - weight) * cross-entropy + weight * T^2 * D.
 
     The cross-entropy is -log p(target) in nats. D is the divergence of the distributions of the next token that
@@ -45,14 +46,50 @@ class DistillationConfig(LossConfig):
             student_CV: logits of the student, float32.
             teacher_CV: logits of the teacher, float32.
         """
+        student_CV, teacher_CV = self._logps(student_CV), self._logps(teacher_CV)
+        ids_CK = self._likely_ids(teacher_CV)
+        if ids_CK is not None:
+            student_CV, teacher_CV = (_merge_unlikely(logp_CV, ids_CK) for logp_CV in (student_CV, teacher_CV))
+        return self._divergences(student_CV, teacher_CV)
+
+    def teacher_predictions(self, teacher_CV: jax.Array) -> dict[str, jax.Array]:
+        """Returns everything that `divergences_from` needs of the teacher, from its logits, float32.
+
+        Returns:
+            `logps`, float32 [C, V], the log probabilities at the temperature. With `top_k`, `logps` [C, K + 1] are the
+            log probabilities of the tokens `ids`, int32 [C, K], and of all other tokens together.
+        """
+        teacher_CV = self._logps(teacher_CV)
+        ids_CK = self._likely_ids(teacher_CV)
+        return (
+            {"logps": teacher_CV} if ids_CK is None else {"ids": ids_CK, "logps": _merge_unlikely(teacher_CV, ids_CK)}
+        )
+
+    def divergences_from(self, student_CV: jax.Array, teacher: Mapping[str, jax.Array]) -> jax.Array:
+        """Returns the same as `divergences`, from logits of the student and the `teacher_predictions`."""
+        student_CV = self._logps(student_CV)
+        if "ids" in teacher:
+            student_CV = _merge_unlikely(student_CV, teacher["ids"])
+        return self._divergences(student_CV, teacher["logps"])
+
+    def num_compared(self, vocab_size: int) -> int | None:
+        """Returns the number of tokens that are compared one by one; None if all tokens of the vocabulary are."""
+        return self.top_k if self.top_k is not None and self.top_k < vocab_size else None
+
+    def _logps(self, logits_CV: jax.Array) -> jax.Array:
         import jax
+
+        return jax.nn.log_softmax(logits_CV / self.temperature)
+
+    def _likely_ids(self, teacher_CV: jax.Array) -> jax.Array | None:
+        import jax
+
+        count = self.num_compared(teacher_CV.shape[-1])
+        return None if count is None else jax.lax.top_k(teacher_CV, count)[1]
+
+    def _divergences(self, student_CV: jax.Array, teacher_CV: jax.Array) -> jax.Array:
         import jax.numpy as jnp
 
-        student_CV = jax.nn.log_softmax(student_CV / self.temperature)
-        teacher_CV = jax.nn.log_softmax(teacher_CV / self.temperature)
-        if self.top_k is not None and self.top_k < teacher_CV.shape[-1]:
-            ids_CK = jax.lax.top_k(teacher_CV, self.top_k)[1]
-            student_CV, teacher_CV = (_merge_unlikely(logp_CV, ids_CK) for logp_CV in (student_CV, teacher_CV))
         difference_CV = teacher_CV - student_CV
         if self.divergence == "forward":
             return jnp.sum(jnp.exp(teacher_CV) * difference_CV, axis=-1)

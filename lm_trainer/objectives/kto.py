@@ -27,8 +27,9 @@ class KtoConfig(ReferenceLossConfig):
     compares_mismatched: ClassVar[bool] = True
     # The policy runs on mismatched answers too, before its loss is known.
     has_stages: ClassVar[bool] = False
-    # The reference, and both models on the mismatched answers.
-    extra_forward_passes: ClassVar[int] = 3
+    # Both models on the mismatched answers, and the reference.
+    extra_forward_passes: ClassVar[int] = 1
+    frozen_forward_passes: ClassVar[int] = 2
     beta: PositiveFloat = 0.1
     """Factor of the log ratios. A smaller value lets the model move further from the reference."""
     desirable_weight: NonNegativeFloat = 1.0

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from lm_trainer.core.batch import Batch
@@ -20,8 +21,13 @@ from lm_trainer.nn.reference import has_reference, name_in_reference, reference_
 from lm_trainer.nn.router import RouterStats
 from lm_trainer.nn.stages import LossSums, StagedLoss, Stream, decoder_stages, frozen_stack
 from lm_trainer.objectives.base import PreferenceLossConfig
+from lm_trainer.objectives.frozen_values import RowShapes, read_frozen
 from lm_trainer.objectives.mismatch import with_mismatched_answers
 from lm_trainer.objectives.pairs import ends_of_pairs, sum_over_pairs
+
+_LOGPS, _MISMATCHED_LOGPS = "logps", "mismatched_logps"
+"""Names of precomputed log probabilities of the targets under the reference: in the rows of the data, and in the same
+rows with mismatched answers."""
 
 
 class PairLogps(NamedTuple):
@@ -54,8 +60,8 @@ class PreferenceLoss:
         h_BSD, stats = model.batch_hidden_and_stats(batch, dtype=self.dtype, key=key)
         frozen = without_gradient(model)
         logps_BS = self._logps(frozen, batch, jax.lax.stop_gradient(h_BSD))
-        reference = reference_model(frozen) if self.config.has_reference else None
-        reference_BS = None if reference is None else self._logps(reference, batch)
+        reference = reference_model(frozen) if self._holds_reference else None
+        reference_BS = self._read_precomputed(batch, _LOGPS) if reference is None else self._logps(reference, batch)
         drift_B1 = self._drift(frozen, reference, batch) if self.config.compares_mismatched else None
         return self._loss_of_logps(model, h_BSD, stats, batch, PairLogps(logps_BS, reference_BS, drift_B1))
 
@@ -69,15 +75,40 @@ class PreferenceLoss:
 
         def head(model: Decoder, h_BSD: jax.Array, stream: Stream, batch: Batch) -> LossSums:
             logps_BS = jax.lax.stop_gradient(self._logps(model, batch, jax.lax.stop_gradient(h_BSD)))
-            reference_BS = jax.lax.stop_gradient(stream.memory)
+            reference_BS = jax.lax.stop_gradient(stream.memory) if holds else self._read_precomputed(batch, _LOGPS)
             return self._loss_of_logps(model, h_BSD, stream.stats, batch, PairLogps(logps_BS, reference_BS))
 
-        reference = None
-        if self.config.has_reference:
+        reference, holds = None, self._holds_reference
+        if holds:
             prefix = name_in_reference("") if has_reference(model) else ""
             spec = reference_model(model).spec
             reference = frozen_stack("reference", prefix, reference_model, spec, self.dtype, reference_head)
         return decoder_stages(model.spec, self.dtype, head, reference)
+
+    def frozen_values(self, frozen: Decoder, h_BSD: jax.Array, batch: Batch) -> dict[str, jax.Array]:
+        """See `ReadsFrozenModel`. Returns log probabilities of the targets under the reference."""
+        values = {_LOGPS: self._logps(frozen, batch, h_BSD)}
+        if self.config.compares_mismatched:
+            values[_MISMATCHED_LOGPS] = self._logps(frozen, with_mismatched_answers(batch))
+        return values
+
+    def frozen_shapes(self, seq_len: int, vocab_size: int) -> RowShapes:
+        """See `ReadsFrozenModel`."""
+        del vocab_size
+        names = (_LOGPS, _MISMATCHED_LOGPS) if self.config.compares_mismatched else (_LOGPS,)
+        return dict.fromkeys(names, ((seq_len,), np.dtype(np.float32)))
+
+    def frozen_settings(self) -> Mapping[str, Any]:
+        """See `ReadsFrozenModel`. Losses with the same names of values have the same values."""
+        return {"content": self.config.content}
+
+    @property
+    def _holds_reference(self) -> bool:
+        """True if the reference is computed in the step."""
+        return self.config.has_reference and not self.config.precomputes
+
+    def _read_precomputed(self, batch: Batch, name: str) -> jax.Array | None:
+        return jnp.asarray(read_frozen(batch)[name]) if self.config.precomputes else None
 
     def _loss_of_logps(
         self, model: Decoder, h_BSD: jax.Array, stats: RouterStats | None, batch: Batch, logps: PairLogps
@@ -109,9 +140,12 @@ class PreferenceLoss:
 
     def _drift(self, policy: Decoder, reference: Decoder | None, batch: Batch) -> jax.Array:
         """Returns the mean log(pi / pi_ref) of the mismatched answers of each row, float32 [B, 1]."""
-        assert reference is not None
         mismatched = with_mismatched_answers(batch)
-        logps_BS, reference_BS = self._logps(policy, mismatched), self._logps(reference, mismatched)
+        logps_BS = self._logps(policy, mismatched)
+        if reference is None:
+            reference_BS = self._read_precomputed(batch, _MISMATCHED_LOGPS)
+        else:
+            reference_BS = self._logps(reference, mismatched)
         chosen_BS, rejected_BS = sum_over_pairs(logps_BS, reference_BS, mismatched).log_ratios
         ends_BS = ends_of_pairs(mismatched)
         ratios_BS = jnp.where(ends_BS, chosen_BS + rejected_BS, 0.0)

@@ -20,7 +20,7 @@ from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.expert_kernels import computed_mlp_width, expert_copies
 from lm_trainer.profile.flops import parameter_count
-from lm_trainer.profile.workload import random_batch
+from lm_trainer.run.build.example_batch import example_batch
 from lm_trainer.run.build.model import trace_model
 from lm_trainer.run.build.setup import build_setup, setup_from_config, shard_state
 from lm_trainer.run.config.gather import with_resolved_gather
@@ -125,7 +125,7 @@ def estimate_step(
         trace = traces.measure_program(config, program, key, args)
         return replace(trace, bytes=replace(trace.bytes, temporary=temporary.get(program.computation, 0)))
 
-    row = random_batch(1, config.model.seq_len, traces.vocab_size, config.model.features_shape)
+    row = example_batch(config, 1, traces.vocab_size)
     return max(setup.rehearse(row, platform, measure, limit).phases, key=lambda phase: phase.bytes)
 
 
@@ -304,6 +304,6 @@ def compile_temporary(config: RunConfig, vocab_size: int) -> Temporary:
     """
     # One device suffices, because the program of a microbatch is the same on every mesh.
     setup = build_setup(config, vocab_size, jax.local_devices()[:1])
-    compiled = setup.step.compile(random_batch(1, config.model.seq_len, vocab_size, config.model.features_shape))
+    compiled = setup.step.compile(example_batch(config, 1, vocab_size))
     by_name = {MICROBATCH: compiled} if isinstance(compiled, Executable) else compiled.by_name
     return {name: ProgramBytes.from_executable(executable).temporary for name, executable in by_name.items()}

@@ -14,7 +14,7 @@ from lm_trainer.nn.mixer_spec import softmax_specs
 from lm_trainer.parallel.rehearsal import on_one_shard
 from lm_trainer.plan.attention_workspace import NO_WORKSPACE, AttentionWorkspace
 from lm_trainer.profile.attention_kernels import computed_share, kernel_block
-from lm_trainer.profile.workload import random_batch
+from lm_trainer.run.build.example_batch import example_batch
 from lm_trainer.run.build.setup import TrainingSetup, build_setup
 from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
@@ -98,7 +98,7 @@ class StepMemory:
         state = abstract_state(setup.model.shapes, setup.tx, setup.sharding, averaged=setup.averages)
         self.state = state_bytes(state)
         self.programs = MeasuredPrograms() if programs is None else programs
-        self._row: Batch = random_batch(1, config.model.seq_len, vocab_size, config.model.features_shape)
+        self._row: Batch = example_batch(config, 1, vocab_size)
         self._records = dict[int, StepRecord]()
         self._by_gather = dict[int, StepMemory]()
 

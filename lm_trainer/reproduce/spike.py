@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.provenance import RowDocuments, documents_of_step
 from lm_trainer.reproduce.record import RunRecord
@@ -295,11 +295,8 @@ class _Analysis:
         index, first = row // size, row // size * size
         weights = np.zeros_like(self._padded.weights[first : first + size])
         weights[row - first, start:stop] = self._weights_BS[row, start:stop]
-        fields = {
-            name: None if array is None else np.asarray(array)[first : first + size]
-            for name, array in self._padded._asdict().items()
-        }
-        return HostMicrobatch(Batch(**{**fields, "weights": weights}), index)
+        rows = jax.tree.map(lambda array: np.asarray(array)[first : first + size], self._padded)
+        return HostMicrobatch(rows._replace(weights=weights), index)
 
     def _row_norms(self, tokens: float) -> list[RowNorm]:
         rows, length = range(len(self._weights_BS)), self._weights_BS.shape[1]

@@ -21,7 +21,7 @@ from lm_trainer.models import DecoderConfig
 from lm_trainer.nn.nf4 import num_weights
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.profile.flops import flops_per_token, recomputed_flops_per_token
-from lm_trainer.profile.workload import random_batch
+from lm_trainer.run.build.example_batch import example_batch
 from lm_trainer.run.build.gather_memory import plan_for_memory
 from lm_trainer.run.build.model import recomputes_layers, teacher_flops, trace_model
 from lm_trainer.run.build.setup import TrainingSetup, setup_from_config
@@ -40,7 +40,14 @@ from lm_trainer.run.training.loop import train_to_end
 from lm_trainer.run.training.loop_parts import LoopOptions, open_loop
 from lm_trainer.run.training.task_evaluation import TaskEvaluation
 from lm_trainer.run.training.token_probabilities import TokenProbabilities
-from lm_trainer.run.weights.adapters import describe_num_params, find_base_checkpoint, training_flops
+from lm_trainer.run.weights.adapters import (
+    FROZEN,
+    check_pinned_digest,
+    describe_num_params,
+    find_base_checkpoint,
+    training_flops,
+)
+from lm_trainer.run.weights.frozen_values import attach_frozen_values
 from lm_trainer.run.weights.initial_weights import choose_vocab_size
 from lm_trainer.run.weights.pretrained import HfStart, find_hf_start, published_model_settings
 from lm_trainer.run.weights.reference import find_reference, with_reference_weights
@@ -242,16 +249,12 @@ def _build_prepared_run(
         # Here `initialize_from` names the frozen base model of the adapter, and not the initial weights of the state.
         model, loads = base.with_initial_weights(model), loads.model_copy(update={"initialize_from": None})
         facts |= base.facts
-    if reference := find_reference(config, attempt.store, data.tokenizer):
-        facts |= reference.facts
-    model = with_reference_weights(model, config, reference)
-    if teacher := find_teacher(config, attempt.store, data.tokenizer, vocab_size):
-        model = teacher.with_weights(model)
-        facts |= teacher.facts
+    model, frozen_facts = _with_frozen_model(config, model, vocab_size, data, attempt)
+    facts |= frozen_facts
     setup = plan_for_memory(
         lambda trainer: setup_from_config(config, trainer, model),
         config.trainer,
-        random_batch(1, config.model.seq_len, 2, config.model.features_shape),
+        example_batch(config, 1, vocab_size),
         attempt.progress.note,
     )
     state = attempt.load_state(setup, setup.init, data.fingerprints, config=loads)
@@ -259,6 +262,28 @@ def _build_prepared_run(
     recomputed = recomputed_flops_per_token(spec, seq_len, every_layer=recomputes_layers(config.trainer, spec))
     flops = training_flops(flops_per_token(spec, seq_len), model, config.loss) + teacher_flops(config, vocab_size)
     return PreparedRun(config, attempt, data, setup, state, facts, flops, recomputed, hub_name, settings)
+
+
+def _with_frozen_model(
+    config: RunConfig, model: ModelDef, vocab_size: int, data: Data, attempt: Attempt
+) -> tuple[ModelDef, dict[str, Any]]:
+    """Returns the model with the weights of the reference or teacher of the loss, and facts to save with checkpoints.
+
+    With `loss.precompute`, the rows of `data` get its predictions instead, and the model is returned unchanged.
+    """
+    reference = find_reference(config, attempt.store, data.tokenizer, vocab_size)
+    teacher = find_teacher(config, attempt.store, data.tokenizer, vocab_size)
+    facts = {**({} if reference is None else reference.facts), **({} if teacher is None else teacher.facts)}
+    if not config.loss.precomputes:
+        model = with_reference_weights(model, config, reference)
+        return model if teacher is None else teacher.with_weights(model), facts
+    source = teacher or reference or model
+    digest = attach_frozen_values(config, vocab_size, source.load, data, attempt.progress)
+    if config.adapter is None:
+        # Otherwise the weights are the base of the adapter, whose digest is saved with the state.
+        check_pinned_digest(attempt.store, digest)
+        facts[FROZEN] = digest
+    return model, facts
 
 
 def _report_setup(config: RunConfig, vocab_size: int, model: ModelDef, data: Data, progress: Progress) -> None:
@@ -296,5 +321,6 @@ def open_training_data(config: RunConfig, progress: Progress) -> Data:
         on_progress=on_progress,
         # Without an address, Ray would start a cluster that nobody has asked for.
         ray=config.trainer.ray if config.trainer.ray.address else None,
-        background=True,
+        # Values of a frozen model are stored for complete data only.
+        background=not config.loss.precomputes,
     )

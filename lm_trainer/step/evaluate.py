@@ -13,6 +13,7 @@ from lm_trainer.core.jax_types import PyTree
 from lm_trainer.nn.stages import StagedLoss
 from lm_trainer.parallel.processes import gather
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
+from lm_trainer.step.dispatch.executable import Executables
 from lm_trainer.step.dispatch.mesh_executable import MicrobatchExecutable
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.microbatches import Microbatch, microbatch_groups
@@ -120,6 +121,11 @@ class Evaluator:
         if waiting is not None:
             yield _concatenate_in_order(*waiting)
 
+    def compile(self, batch: Batch) -> Executables:
+        """Compiles for rows of the same shape as in `batch`, in any number, and returns the programs."""
+        self._compile(batch)
+        return self._sums.executables
+
     def _compile(self, batch: Batch) -> None:
         if not self._sums.is_compiled:
             self._sums.compile(self._plan.microbatch_shapes(batch))
@@ -153,6 +159,15 @@ class _MicrobatchLosses:
         """Compiles for microbatches with the shapes of `batch`."""
         stages = Stages(self._stages_of(batch), self._shapes, (), self._devices)
         self._programs = StagedForward.compile(stages, batch), stages.compile_losses(batch)
+
+    @property
+    def executables(self) -> Executables:
+        """The programs of a microbatch. Must be read after compiling."""
+        assert self._programs is not None
+        forward, losses = self._programs
+        names = [kind.functions.name for kind in forward.stages.kinds]
+        by_name = {name: program.program for name, program in zip(names, (*forward.programs, losses), strict=True)}
+        return Executables(by_name, dict.fromkeys(by_name, 1))
 
     def prepare_params(self, params: Params) -> PreparedParams:
         """Prepares the parameters for `__call__`. Must be called after compiling."""

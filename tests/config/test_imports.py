@@ -371,13 +371,13 @@ def test_every_setting_that_a_rule_names_is_a_key_of_ours() -> None:
 def test_the_batch_of_trl_is_multiplied_by_the_devices(tmp_path: Path) -> None:
     file = tmp_path / "dpo.yaml"
     text = "model_name_or_path: a/b\ndataset_name: a/pairs\nbeta: 0.05\nper_device_train_batch_size: 2\nmax_steps: 90\n"
-    file.write_text(text)
+    file.write_text(f"{text}precompute_ref_log_probs: true\n")
     alone = translate(file, RunConfig)
     assert "for each device, and the file does not give their number" in dict(alone.lost)["per_device_train_batch_size"]
     settings = flatten(translate(file, RunConfig, processes=16).data)
     expected = {
         **{"trainer.train_batch_size": 32, "trainer.num_train_steps": 90, "optimizer.learning_rate": 1e-6},
-        **{"loss.type": "dpo", "loss.beta": 0.05, "data.format.type": "preference"},
+        **{"loss.type": "dpo", "loss.beta": 0.05, "loss.precompute": True, "data.format.type": "preference"},
     }
     assert {key: settings[key] for key in expected} == expected
     assert "data.epochs" not in settings, "max_steps gives the length"

@@ -70,7 +70,7 @@ def plan(config: RunConfig, devices: int) -> TrainingSetup:
     model = trace_model(config, VOCAB)
     if base := find_base_checkpoint(config, store):
         model = base.with_initial_weights(model)
-    model = with_reference_weights(model, config, find_reference(config, store, ByteTokenizer()))
+    model = with_reference_weights(model, config, find_reference(config, store, ByteTokenizer(), VOCAB))
     trainer = config.trainer.model_copy(update={"initialize_from": None})
     store.close()
     return plan_training(
@@ -129,7 +129,9 @@ def test_the_reference_is_the_start_and_stays(make_config: MakeConfig, in_tmp_pa
     assert abs(metrics[0]["loss"] - np.log(2)) > 1e-3
     store = CheckpointStore(Path("checkpoints/run"), config.trainer.checkpointer)
     with pytest.raises(UserError, match=r"loss\.reference: other was made for another tokenizer than data\.tokenizer"):
-        find_reference(config, store, with_specials("<x>"))
+        find_reference(config, store, with_specials("<x>"), VOCAB)
+    with pytest.raises(UserError, match=f"other predicts {VOCAB} tokens, but the trained model has {VOCAB + 7} rows"):
+        find_reference(config, store, ByteTokenizer(), VOCAB + 7)
     store.close()
 
 

@@ -234,6 +234,7 @@ _KEYS: dict[str, Rule] = {
     "packing": lambda value, _: {"data.packing": "best_fit"} if value else {},
     "beta": _convert_beta,
     "loss_type": _convert_loss_type,
+    "precompute_ref_log_probs": "loss.precompute",
     "max_prompt_length": _ONE_LENGTH,
     "use_peft": _convert_adapter,
     **dict.fromkeys(("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_task_type"), USED),

@@ -5,7 +5,6 @@ Shape letters: B rows, S positions, T = S + 1, D documents, F frames, M mel chan
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -18,7 +17,7 @@ from lm_trainer.data.cache.documents import document_lengths, read_rows
 from lm_trainer.data.cache.features import FeatureStream
 from lm_trainer.data.formats import AudioFormat, UnusableRow
 from lm_trainer.data.rows.chunks import make_batch
-from lm_trainer.data.rows.eval_set import EvalSet, check_rows
+from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.sources import BadRow, Row, Shard
 from lm_trainer.data.tokenize.open_cache import OpenCache
 
@@ -199,10 +198,7 @@ class SpeechSet(EvalSet):
         del ends_D
         return 0
 
-    def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> Iterator[Batch]:
+    def _read(self, rows_B: np.ndarray) -> Batch:
         """See `EvalSet`. Padding has features of 0."""
         assert self.audio_rows is not None
-        check_rows(batch_size, rows)
-        count = self.num_batches(batch_size)
-        for index in range(count if max_batches is None else min(count, max_batches)):
-            yield self.audio_rows.read_padded(index * batch_size + np.asarray(rows, np.int64))
+        return self.audio_rows.read_padded(rows_B)

@@ -13,6 +13,7 @@ import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
+from lm_trainer.data.cache.row_values import RowValues
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.rows.chunks import Chunks
 from lm_trainer.data.tokenizer import HfTokenizer
@@ -43,6 +44,8 @@ class EvalSet:
     stride: int | None = None
     """Number of tokens between the beginnings of consecutive rows; None means `seq_len`. With a smaller stride, each
     row begins with tokens of the previous row, which serve as context and are not predicted a second time."""
+    frozen: RowValues | None = None
+    """Values of a frozen model for each row, including rows of padding in the last batch; see `Batch.frozen`."""
 
     @property
     def has_features(self) -> bool:
@@ -102,7 +105,7 @@ class EvalSet:
 
     def with_stride(self, stride: int) -> EvalSet:
         """Returns the same set in overlapping rows, each of which begins `stride` tokens after the previous one."""
-        return replace(self, stride=stride)
+        return replace(self, stride=stride, frozen=None)
 
     def num_batches(self, batch_size: int) -> int:
         """Returns the number of batches of the full set; the last one may hold rows of padding."""
@@ -122,18 +125,21 @@ class EvalSet:
             UserError: if a batch does not have these rows.
         """
         check_rows(batch_size, rows)
-        stride = self.stride or self.seq_len
-        chunks = Chunks(self.stream, self.seq_len, self.eos_id, stride, self.first_token)
-        overlap = self.seq_len - stride
         count = self.num_batches(batch_size)
+        # Every host yields the same number of batches, including hosts with rows past the end, because all must run the
+        # same steps.
         for index in range(count if max_batches is None else min(count, max_batches)):
             rows_B = index * batch_size + np.asarray(rows, np.int64)
-            # Every host yields the same number of batches, including hosts with rows past the end, because all must
-            # run the same steps.
-            batch = chunks.read(rows_B)
-            if overlap:
-                batch.weights[rows_B > 0, :overlap] = 0
-            yield batch
+            batch = self._read(rows_B)
+            yield batch if self.frozen is None else batch._replace(frozen=self.frozen.read(rows_B))
+
+    def _read(self, rows_B: np.ndarray) -> Batch:
+        """Reads rows by their numbers. Rows past the end of the set are padding."""
+        stride = self.stride or self.seq_len
+        batch = Chunks(self.stream, self.seq_len, self.eos_id, stride, self.first_token).read(rows_B)
+        if overlap := self.seq_len - stride:
+            batch.weights[rows_B > 0, :overlap] = 0
+        return batch
 
 
 def check_rows(batch_size: int, rows: Sequence[int]) -> None:

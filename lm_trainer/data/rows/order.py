@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.data.cache.row_values import RowValues
 from lm_trainer.data.mixture import Mixture
 from lm_trainer.data.rows.chunks import Chunks, read_mixed
 from lm_trainer.data.rows.uncounted import TokenMask
@@ -100,9 +101,15 @@ class TrainOrder:
     mixture: Mixture
     length: int | None = None
     """Number of positions until the stop rule ends training; None if it never does."""
+    frozen: RowValues | None = None
+    """Values of a frozen model for the row at each position; see `Batch.frozen`."""
 
     def read(self, positions_B: np.ndarray) -> Batch:
         """Reads the rows at the given positions."""
+        batch = self._read_rows(positions_B)
+        return batch if self.frozen is None else batch._replace(frozen=self.frozen.read(positions_B))
+
+    def _read_rows(self, positions_B: np.ndarray) -> Batch:
         parts = list(self._group_by_set(positions_B))
         if len(parts) == 1:
             return parts[0][1].read(parts[0][2], positions_B)

@@ -5,7 +5,6 @@ Shape letters: D documents, R rows of the set, B rows of this host, S positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.data.rows.chunks import PADDING_SEGMENT
-from lm_trainer.data.rows.eval_set import EvalSet, check_rows
+from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.rows.packing import PackedRows, PackingPlan
 
 
@@ -65,14 +64,8 @@ class PackedSet(EvalSet):
         common = {field.name: getattr(self, field.name) for field in fields(EvalSet)}
         return EvalSet(**common).with_stride(stride)
 
-    def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> Iterator[Batch]:
-        """See `EvalSet`."""
-        check_rows(batch_size, rows)
-        count = self.num_batches(batch_size)
-        for index in range(count if max_batches is None else min(count, max_batches)):
-            yield self._read(index * batch_size + np.asarray(rows, np.int64))
-
     def _read(self, rows_B: np.ndarray) -> Batch:
+        """See `EvalSet`."""
         # Rows past the end repeat the last row and become padding.
         batch = self._packed_rows.read(self._order_R[np.minimum(rows_B, self.num_rows - 1)])
         if self.first_token:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.piecewise import BatchSchedule
+from lm_trainer.data.cache.row_values import RowValues
 from lm_trainer.data.config import DataConfig
 from lm_trainer.data.mixture import Mixture
 from lm_trainer.data.rows.order import TrainOrder, TrainSet
@@ -30,6 +31,8 @@ class TrainSets:
         self.caches = {name: caches[f"{name}/train"] for name in config.trained}
         # Final sets are cached, because a packing plan takes a long time to compute.
         self._final: dict[str, TrainSet] = {}
+        self.frozen: RowValues | None = None
+        """Values of a frozen model for the row at each position of the run."""
 
     def current_sets(self) -> list[TrainSet]:
         """Returns the sets in configuration order.
@@ -84,7 +87,7 @@ class TrainSets:
         # Weights change at given steps, but the mixture counts rows.
         mixture = Mixture([(schedule.rows_before(step), shares) for step, shares in self._config.stages])
         final = all(train.final for train in sets)
-        return TrainOrder(sets, mixture, self._order_length(sets, mixture) if final else None)
+        return TrainOrder(sets, mixture, self._order_length(sets, mixture) if final else None, self.frozen)
 
     def order_for_steps(self, schedule: BatchSchedule, steps: range) -> TrainOrder:
         """Returns the order of training. If it is final, it must be long enough for these steps.

@@ -31,7 +31,7 @@ from lm_trainer.objectives.distillation_loss import DistillationLoss
 from lm_trainer.objectives.preference import PreferenceLoss
 from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.run.build.transfer import find_transfer
-from lm_trainer.run.config.loss_checks import has_separate_reference
+from lm_trainer.run.config.loss_checks import holds_separate_reference
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.state.model_def import ModelDef
@@ -46,14 +46,14 @@ Selection = bool | Mapping[str, bool] | Callable[[str], bool]
 def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
     """Traces the model of a configuration. The seed determines its initial values.
 
-    If the loss compares the model with a separate reference or a teacher, the model contains it, with frozen
-    parameters.
+    If the loss compares the model with a separate reference or a teacher in every step, the model contains it, with
+    frozen parameters.
     """
     key = jax.random.fold_in(jax.random.key(config.trainer.seed), INIT_KEY)
     transfer = find_transfer(config, vocab_size)
     quantization, adapter = config.trainer.quantization, config.adapter
     names = {} if adapter is None else module_names(config.model, vocab_size)
-    teacher = _teacher_config(config)
+    teacher = None if config.loss.precomputes else teacher_config(config)
 
     def build() -> nnx.Module:
         model = config.model.build(vocab_size, rngs=nnx.Rngs(key))
@@ -62,7 +62,7 @@ def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
             attach_lora(model, adapter, names, rngs=nnx.Rngs(jax.random.fold_in(key, ADAPTER_KEY)))
             if adapter.base_quantization is not None:
                 quantize_linears(model)
-        if has_separate_reference(config.loss, adapter):
+        if holds_separate_reference(config.loss, adapter):
             attach_reference(model, config.model.build(vocab_size, rngs=nnx.Rngs(key)))
         if quantization is not None:
             quantize(model, quantization)
@@ -72,7 +72,7 @@ def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
 
     frozen = config.model.frozen_params
     trained: Selection = (lambda name: name not in frozen) if frozen else True
-    if teacher is not None or has_separate_reference(config.loss, adapter):
+    if teacher is not None or holds_separate_reference(config.loss, adapter):
         trained = lambda name: not is_reference_param(name) and name not in frozen  # noqa: E731
     if adapter is not None:
         return trace_module(build, config.trainer.mp.param_dtype, is_adapter_param)
@@ -81,7 +81,25 @@ def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
     return dataclasses.replace(model, constants=frozen & model.shapes.keys()) if frozen else model
 
 
-def _teacher_config(config: RunConfig) -> DecoderConfig | None:
+def trace_frozen_model(config: RunConfig, vocab_size: int) -> ModelDef:
+    """Traces the reference or the teacher of a loss as a model of its own, without adapters."""
+    key = jax.random.fold_in(jax.random.key(config.trainer.seed), INIT_KEY)
+    teacher, quantization, adapter = teacher_config(config), config.trainer.quantization, config.adapter
+
+    def build() -> nnx.Module:
+        if teacher is not None:
+            return teacher.build(vocab_size, rngs=nnx.Rngs(key))
+        model = config.model.build(vocab_size, rngs=nnx.Rngs(key))
+        if adapter is not None and adapter.base_quantization is not None:
+            quantize_linears(model)
+        if quantization is not None:
+            quantize(model, quantization)
+        return model
+
+    return trace_module(build, config.trainer.mp.param_dtype)
+
+
+def teacher_config(config: RunConfig) -> DecoderConfig | None:
     """Returns the model section of the teacher; None if the loss has no teacher, or it has not been looked up."""
     loss = config.loss
     if not isinstance(loss, DistillationConfig) or loss.teacher_model is None:
@@ -91,8 +109,8 @@ def _teacher_config(config: RunConfig) -> DecoderConfig | None:
 
 
 def teacher_flops(config: RunConfig, vocab_size: int) -> int:
-    """Returns the number of FLOPs per token of the forward pass of the teacher; 0 without a teacher."""
-    teacher = _teacher_config(config)
+    """Returns the number of FLOPs per token of the forward pass of the teacher in a step; 0 without a teacher."""
+    teacher = None if config.loss.precomputes else teacher_config(config)
     return 0 if teacher is None else flops_per_token(teacher.spec(vocab_size), config.model.seq_len).forward
 
 

@@ -57,6 +57,11 @@ def has_separate_reference(loss: Any, adapter: AnyAdapter | None) -> bool:
     return loss.has_reference and (adapter is None or loss.reference is not None)
 
 
+def holds_separate_reference(loss: Any, adapter: AnyAdapter | None) -> bool:
+    """Returns True if the weights of such a reference are needed during training."""
+    return has_separate_reference(loss, adapter) and not loss.precomputes
+
+
 def _check_contents(config: RunConfig) -> None:
     expected = config.loss.content
     for name, settings in config.data.sets.items():

@@ -40,6 +40,8 @@ _ONLY_CHOICES = {"loss": {"type": "next_token"}, "parametrization": {"type": "st
 """Top-level sections of runs that were recorded before there was a choice."""
 _NEWER_ADAPTER_KEYS = ("base_quantization",)
 """Keys of the adapter that are newer than some recorded runs; null is what these runs did."""
+_NEWER_LOSS_KEYS = ("precompute",)
+"""Keys of the loss that are newer than some recorded runs; false is what these runs did."""
 _CURRENT_SPELLING = {"layerwise": "elastic"}
 """Current values of `determinism`, by former value."""
 _FAMILIES = {family.model_fields["type"].default: family for family in MODEL_CONFIGS}
@@ -133,6 +135,8 @@ def without_newer_defaults(identity: Mapping[str, Any], trainer: TrainerConfig, 
     if isinstance(adapter := sections.get("adapter"), Mapping):
         newer = {key for key in _NEWER_ADAPTER_KEYS if adapter.get(key) is None}
         sections["adapter"] = {key: value for key, value in adapter.items() if key not in newer}
+    if isinstance(loss := sections.get("loss"), Mapping):
+        sections["loss"] = {key: value for key, value in loss.items() if value or key not in _NEWER_LOSS_KEYS}
     if isinstance(recorded_model := sections.get("model"), Mapping):
         newer = {name for name in model.newer_fields if _is_as_in_older_runs(model, name)}
         sections["model"] = {key: value for key, value in recorded_model.items() if key not in newer}

@@ -49,7 +49,8 @@ class BadBatchDump:
         file = self._directory / name
         if batch is None or len(list(self._directory.glob("*.npz"))) >= _MAX_FILES:
             return None
-        arrays: dict[str, Any] = {field: np.asarray(x) for field, x in batch._asdict().items() if x is not None}
+        fields = {**batch._replace(frozen=None)._asdict(), **(batch.frozen or {})}
+        arrays: dict[str, Any] = {field: np.asarray(x) for field, x in fields.items() if x is not None}
         # The file is renamed when it is complete, because the run may end at any time.
         draft = file.with_name(f".{name}.tmp")
         try:

@@ -207,17 +207,28 @@ def check_frozen_params(restored: Restored, frozen: Params) -> None:
     Raises:
         UserError: if it was trained with different ones.
     """
-    saved, current = restored.record.get(FROZEN), hash_frozen_params(frozen)
+    _check_frozen_digest(restored.step, restored.record.get(FROZEN), hash_frozen_params(frozen))
+
+
+def check_pinned_digest(store: CheckpointStore, digest: str) -> None:
+    """Like `check_frozen_params`, for the newest readable checkpoint of a run and the digest of frozen parameters."""
+    for step in reversed(store.steps()):
+        with contextlib.suppress(CheckpointError):
+            return _check_frozen_digest(step, read_record(store.directory, step).get(FROZEN), digest)
+    return None
+
+
+def _check_frozen_digest(step: int, saved: str | None, current: str) -> None:
     if saved != current:
         raise UserError(
-            f"the checkpoint of step {restored.step} was trained beside other frozen weights (digest {saved}, now "
-            f"{current}): put back the model that it was trained on, or set trainer.id to start another run"
+            f"the checkpoint of step {step} was trained beside other frozen weights (digest {saved}, now {current}): "
+            f"put back the model that it was trained on, or set trainer.id to start another run"
         )
 
 
 def training_flops(count: FlopsCount, model: ModelDef, loss: LossConfig = _NEXT_TOKEN) -> int:
     """Returns the number of FLOPs per token of a training step, whether all parameters are trained or only adapters."""
-    extra = loss.extra_forward_passes * count.forward
+    extra = loss.step_forward_passes * count.forward
     if any(map(is_adapter_param, model.trainable)):
         return count.training_with_adapters(2 * _num_factors_per_token(model)) + extra
     return count.training + extra

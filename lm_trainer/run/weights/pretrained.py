@@ -210,6 +210,8 @@ class HfCheckpoint:
     weights: Weights
     settings: HfSettings
     """Contents of the other files next to the weights."""
+    key: str = "initialize_from_hf"
+    """Key of the configuration that names the checkpoint."""
 
     @classmethod
     def open(cls, config: RunConfig) -> HfCheckpoint:
@@ -236,16 +238,17 @@ class HfCheckpoint:
         assert isinstance(tokenizer, HfTokenizer)
         if not has_rows_for(tokenizer, self.vocab_size):
             raise UserError(
-                f"data.tokenizer has ids up to {tokenizer.vocab_size - 1:,}, but {self.name} has {self.vocab_size:,} "
-                f"rows for them; use its own: {remedy}"
+                f"data.tokenizer has ids up to {tokenizer.vocab_size - 1:,}, but {self.key}: {self.name} has "
+                f"{self.vocab_size:,} rows for them; use its own: {remedy}"
             )
         if not (self.directory / "tokenizer.json").is_file():
             raise UserError(
-                f"initialize_from_hf: {self.directory} has no tokenizer.json to compare data.tokenizer with; copy it "
+                f"{self.key}: {self.directory} has no tokenizer.json to compare data.tokenizer with; copy it "
                 f"there, from where the checkpoint is from"
             )
         if difference := find_difference(tokenizer, self.directory):
-            raise UserError(f"data.tokenizer is not that of {self.name}: {difference}; use its own: {remedy}")
+            name = f"{self.key}: {self.name}"
+            raise UserError(f"data.tokenizer is not that of {name}: {difference}; use its own: {remedy}")
 
     def plan_read(self, model: DecoderConfig) -> hf.ReadPlan:
         """Finds the location of every parameter of the model in the files.

@@ -24,21 +24,34 @@ _REFERENCE_STEP = "reference_step"
 """Key of the step of the reference's checkpoint in the record of every checkpoint."""
 
 
-def find_reference(config: RunConfig, store: CheckpointStore, tokenizer: Tokenizer) -> BaseCheckpoint | None:
+def find_reference(
+    config: RunConfig, store: CheckpointStore, tokenizer: Tokenizer, vocab_size: int
+) -> BaseCheckpoint | None:
     """Returns the checkpoint of the reference; None if there is no reference, or the reference is the model's start.
+
+    Args:
+        config: configuration of the run.
+        store: checkpoints of the run.
+        tokenizer: tokenizer of the data.
+        vocab_size: number of rows of the token embedding of the trained model.
 
     Raises:
         UserError: if the checkpoint does not exist, its model computes a different function from the model section, or
-            it was made for another tokenizer.
+            it has another tokenizer or vocabulary.
     """
     loss = config.loss
     if not isinstance(loss, ReferenceLossConfig) or loss.reference is None:
         return None
-    _, saved_tokenizer = read_vocabulary(loss.reference)
+    rows, saved_tokenizer = read_vocabulary(loss.reference)
     if saved_tokenizer.identity() != tokenizer.identity():
         raise UserError(
             f"loss.reference: {loss.reference} was made for another tokenizer than data.tokenizer, so the log "
             f"probabilities of the two models cannot be compared; name a model with the same tokenizer"
+        )
+    if rows != vocab_size:
+        raise UserError(
+            f"loss.reference: {loss.reference} predicts {rows:,} tokens, but the trained model has {vocab_size:,} rows "
+            f"for them; name a model with the same vocabulary"
         )
     return find_frozen_checkpoint(config, store, loss.reference, "loss.reference", _REFERENCE_STEP)
 

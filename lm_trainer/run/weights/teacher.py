@@ -99,7 +99,7 @@ def find_teacher(config: RunConfig, store: CheckpointStore, tokenizer: Tokenizer
     path = find_hf_directory(loss.teacher)
     if path is not None:
         model, rows, settings = read_hf_settings(path)
-        source = HfCheckpoint(f"loss.teacher: {loss.teacher}", path, model, rows, Weights(path), settings)
+        source = HfCheckpoint(loss.teacher, path, model, rows, Weights(path), settings, "loss.teacher")
         source.check_tokenizer(tokenizer)
         _check_vocabulary(loss.teacher, rows, vocab_size)
         return Teacher(_bind_model(source, model), {})
