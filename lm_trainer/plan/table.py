@@ -73,6 +73,9 @@ def _plan_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
             yield "step time", f"{time.step_seconds:.3g} s at an assumed MFU of {time.mfu:.0%}"
         else:
             yield "expected", _describe_expectation(time, time.expected)
+        if time.bound_seconds is not None:
+            at_bound = time.mfu * time.step_seconds / time.bound_seconds
+            yield "bound", f"{time.bound_seconds:.3g} s a step by the datasheet, {at_bound:.0%} MFU"
         if (least := _unreachable_time_warning(plan)) is not None:
             yield "  not to be had", least
         yield "time", f"{format_duration(time.seconds)}, {time.device_hours:,.4g} device hours"
