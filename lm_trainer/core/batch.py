@@ -10,6 +10,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from lm_trainer.core.html_table import html_table
+
 Array = np.ndarray | jax.Array
 
 
@@ -32,3 +34,12 @@ class Batch(NamedTuple):
     features: Array | None = None
     """float32 [B, F, M]: the log-mel spectrogram for an audio encoder; None for text-only rows, whose programs have no
     such argument. Code that iterates over the arrays of a batch uses `jax.tree.map`, which skips None."""
+
+    def _repr_html_(self) -> str:
+        """Returns shape, dtype and range of each array, for a notebook. Waits for arrays on a device."""
+        arrays = {name: np.asarray(x) for name, x in self._asdict().items() if x is not None}
+        rows = [
+            (name, list(x.shape), x.dtype, f"{x.min():g} to {x.max():g}" if x.size else "empty")
+            for name, x in arrays.items()
+        ]
+        return html_table(rows, ("array", "shape", "dtype", "values"))
