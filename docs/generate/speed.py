@@ -1,21 +1,19 @@
-"""Expected and measured speeds: `python -m docs.generate.speed` plans the cases again, in about ten minutes of CPU time.
+"""Expected and measured speeds: `python -m docs.generate.speed` estimates the cases again, in about a minute.
 
-The plans are kept in `benchmarks/results/plans.json`, from which the page is made; tests compare them with the program.
+The estimates are kept in `benchmarks/results/estimates.json`, from which the page is made; tests compare them with the
+program.
 Results that were sent are the files in `benchmarks/results/shared/`.
 """
 
 import json
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from docs.generate.repository import ROOT
 
-PLANS = ROOT / "benchmarks/results/plans.json"
+ESTIMATES = ROOT / "benchmarks/results/estimates.json"
 SHARED = ROOT / "benchmarks/results/shared"
 
 
@@ -48,74 +46,73 @@ class Case:
         return ["bench", "mfu", self.recipe, *self.settings, "--steps", str(self.steps), "--share", name]
 
 
-_LAYERWISE = "trainer.gather=layer"
 CASES = (
     Case("1xRTX4090", "tinystories", 4096),
-    Case("1xRTX4090", "gpt2_124m", 50257, ("trainer.train_batch_size=64",)),
+    Case("1xRTX4090", "gpt2_124m", 50257, ("trainer.train_batch_size=64", "trainer.microbatches_per_gather=1")),
     Case("1xRTX4090", "smollm2_chat", 49152, ("trainer.train_batch_size=8",)),
-    Case("1xH100", "gpt2_124m", 50257, ("trainer.train_batch_size=128",)),
+    Case("1xH100", "gpt2_124m", 50257, ("trainer.train_batch_size=128", "trainer.microbatches_per_gather=4")),
     Case("1xH100", "qwen3_continued", 151936, ("trainer.train_batch_size=16",)),
-    Case("8xH100", "gpt2_124m", 50257),
-    Case("8xH100", "llama_1b", 128256, ("trainer.train_batch_size=128",)),
+    Case("8xH100", "gpt2_124m", 50257, ("trainer.microbatches_per_gather=4",)),
+    Case("8xH100", "llama_1b", 128256),
     Case("8xH100", "llama_8b", 128256, ("trainer.train_batch_size=64",)),
-    Case("v5e:2x4", "gpt2_124m", 50257),
+    Case("v5e:2x4", "gpt2_124m", 50257, ("trainer.microbatches_per_gather=1",)),
     Case("v5e:2x4", "llama_1b", 128256, ("trainer.train_batch_size=64",)),
     Case("v5p:2x4x4", "llama_8b", 128256, ("trainer.train_batch_size=128",)),
     Case("v5p:2x4x4", "olmo2_7b", 100352, ("trainer.train_batch_size=256",)),
 )
 
 
-def run_plan(case: Case) -> dict[str, Any]:
-    """Plans a case in a process of its own, and returns the figures of the page, in SI units."""
-    command = [sys.executable, "-m", "lm_trainer", *case.plan, "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"lmt {shlex.join(case.plan)}: {done.stderr}")
-    return figures_of(json.loads(done.stdout))
+def estimate(case: Case) -> dict[str, float]:
+    """Returns the figures of a case in SI units, with three digits, by the formulas of `lmt plan`."""
+    from lm_trainer.config.loader import load
+    from lm_trainer.plan.devices import parse_devices
+    from lm_trainer.plan.run import Assumptions
+    from lm_trainer.plan.search import estimate_run
+    from lm_trainer.run.config.run_config import RunConfig
 
-
-def figures_of(plan: dict[str, Any]) -> dict[str, Any]:
-    """Returns the figures of the page from the output of `lmt plan --json`, with three digits."""
-    time, memory = plan["time"], plan["memory"]
-    rate, bound = time["tokens_per_second_per_device"], time["bound_seconds"]
+    config = load(ROOT / f"configs/{case.recipe}.yaml", case.settings, RunConfig).config
+    estimated = estimate_run(config, parse_devices(case.devices), Assumptions(vocab_size=case.vocabulary))
+    candidate, seconds = estimated.candidate, estimated.candidate.cost.seconds
+    assert candidate.limit is not None
+    faster = seconds / estimated.bound_seconds
     figures = {
-        "peak_bytes": memory["peak_bytes"],
-        "budget_bytes": plan["budget"]["bytes"],
-        "step_seconds": time["step_seconds"],
-        "bound_seconds": bound,
-        "tokens_per_second_per_device": rate,
-        "bound_tokens_per_second_per_device": rate * time["step_seconds"] / bound,
-        "mfu": time["mfu"],
-        "bound_mfu": time["mfu"] * time["step_seconds"] / bound,
+        "memory_bytes": candidate.memory.bytes,
+        "limit_bytes": candidate.limit,
+        "step_seconds": seconds,
+        "bound_seconds": estimated.bound_seconds,
+        "tokens_per_second_per_device": estimated.tokens_per_second,
+        "bound_tokens_per_second_per_device": estimated.tokens_per_second * faster,
+        "mfu": estimated.mfu,
+        "bound_mfu": estimated.mfu * faster,
     }
     return {name: float(f"{value:.3g}") for name, value in figures.items()}
 
 
-def read_plans() -> dict[str, dict[str, Any]]:
-    """Returns the recorded plans by the key of their case."""
-    return json.loads(PLANS.read_text(encoding="utf-8"))
+def read_estimates() -> dict[str, dict[str, float]]:
+    """Returns the recorded estimates by the key of their case."""
+    return json.loads(ESTIMATES.read_text(encoding="utf-8"))
 
 
 def speed_table() -> str:
     """Returns the table of expected speeds, with the measured one where somebody has sent it."""
-    return "\n".join(_speed_rows(read_plans()))
+    return "\n".join(_speed_rows(read_estimates()))
 
 
-def _speed_rows(plans: dict[str, dict[str, Any]]) -> Iterator[str]:
+def _speed_rows(estimates: dict[str, dict[str, float]]) -> Iterator[str]:
     yield "| devices | recipe, settings | memory | tokens/s a device: bound | expected | measured | MFU: bound | expected |"
     yield "|---|---|---:|---:|---:|---:|---:|---:|"
     for case in CASES:
-        plan = plans[case.key]
+        figures = estimates[case.key]
         settings = "".join(f"<br>`{setting}`" for setting in case.settings)
         cells = [
             case.devices,
             f"`{case.recipe}`{settings}",
-            f"{plan['peak_bytes'] / 2**30:.1f} of {plan['budget_bytes'] / 2**30:.0f} GiB",
-            f"{plan['bound_tokens_per_second_per_device']:,.0f}",
-            f"{plan['tokens_per_second_per_device']:,.0f}",
+            f"{figures['memory_bytes'] / 2**30:.1f} of {figures['limit_bytes'] / 2**30:.0f} GiB",
+            f"{figures['bound_tokens_per_second_per_device']:,.0f}",
+            f"{figures['tokens_per_second_per_device']:,.0f}",
             _measured_rate(case),
-            f"{plan['bound_mfu']:.0%}",
-            f"{plan['mfu']:.0%}",
+            f"{figures['bound_mfu']:.0%}",
+            f"{figures['mfu']:.0%}",
         ]
         yield f"| {' | '.join(cells)} |"
 
@@ -163,11 +160,8 @@ def measuring_commands() -> str:
 
 
 def main() -> None:
-    plans = {}
-    for case in CASES:
-        print(f"lmt {shlex.join(case.plan)}", flush=True)  # noqa: T201
-        plans[case.key] = run_plan(case)
-    PLANS.write_text(json.dumps(plans, indent=1) + "\n", encoding="utf-8")
+    estimates = {case.key: estimate(case) for case in CASES}
+    ESTIMATES.write_text(json.dumps(estimates, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
