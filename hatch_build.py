@@ -1,7 +1,7 @@
 """Metadata of the package that depends on the place it is built for: addresses, and links in the description.
 
-`LMT_REPOSITORY_URL` is the address of the repository. The release workflow sets it; a build without it has a description
-without links to files of the repository, and no addresses.
+`LMT_REPOSITORY_URL` is the address of the repository. The release workflow sets it. Without it, a package has no
+addresses, and its description has no links to files of the repository.
 """
 
 import os

@@ -294,18 +294,14 @@ def _announce(run: "RunConfig", text: str) -> None:
     clean.echo(text, err=True)
 
 
-def _write_shared(
-    path: Path, session: "BenchSession", report: "MfuReport", config: Path, settings: list[str]
-) -> None:
+def _write_shared(path: Path, session: "BenchSession", report: "MfuReport", config: Path, settings: list[str]) -> None:
     import jax
 
     from lm_trainer.bench.share import shared_result, write_shared_result
 
     recipe = config.stem if is_shipped(config) else None
     processes = jax.process_count()
-    result = shared_result(
-        session.config, report, session.mesh, processes=processes, recipe=recipe, settings=settings
-    )
+    result = shared_result(session.config, report, session.mesh, processes=processes, recipe=recipe, settings=settings)
     if jax.process_index() == 0:
         size = write_shared_result(result, path)
         clean.echo(f"wrote {size:,} bytes to {path}; read them before you send them", err=True)

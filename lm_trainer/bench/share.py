@@ -1,7 +1,7 @@
 """Result of `lmt bench mfu` as a small file that can be sent to others: figures and settings, and nothing private.
 
-A file has only the fields below. Text is taken from lists of known values (kinds of devices, versions, names of settings
-and their choices), so that paths, names of files, machines, users, data and models cannot be part of it.
+A file has only the fields below. Its texts are kinds of devices, versions, names of settings and their choices, so that
+paths and names of files, machines, users, data and models cannot be part of it.
 """
 
 from __future__ import annotations

@@ -70,7 +70,9 @@ class Data:
             (name, f"{len(cache.stream):,}", f"{len(cache.stream) // self._row_builder.seq_len:,}", cache.finished)
             for name, cache in self.caches.items()
         ]
-        tokenizer = f"{self.tokenizer.vocab_size:,} tokens in the vocabulary, rows of {self._row_builder.seq_len} inputs"
+        tokenizer = (
+            f"{self.tokenizer.vocab_size:,} tokens in the vocabulary, rows of {self._row_builder.seq_len} inputs"
+        )
         return f"<p>{tokenizer}</p>{html_table(rows, ('cache', 'tokens', 'tokens / inputs of a row', 'complete'))}"
 
     @property

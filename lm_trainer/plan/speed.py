@@ -77,8 +77,8 @@ def step_cost(work: LayoutWork, machine: Machine) -> StepCost:
 def step_bound(work: LayoutWork, machine: Machine) -> float:
     """Returns a lower bound of the time of a training step on a layout, in seconds.
 
-    Products, memory traffic and communication each take the rates of the datasheet, and the two faster ones of the three
-    are hidden behind the slowest.
+    Products, memory traffic and communication each take the rates of the datasheet, and the two faster ones are hidden
+    behind the slowest.
     """
     perfect = step_cost(work, replace(machine, efficiency=_PERFECT))
     return max(perfect.compute + perfect.attention + perfect.recompute, perfect.memory, perfect.network)

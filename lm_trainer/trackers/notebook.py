@@ -1,4 +1,4 @@
-"""Shows the progress of a run in a notebook: the curve of the loss, which grows below the cell while the run goes on."""
+"""Shows the progress of a run in a notebook: the curve of the loss, which grows below the cell."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class _NotebookView:
         try:
             from IPython.display import HTML, display
         except ImportError:
-            raise UserError("NotebookProgress needs IPython, which every notebook has; use Progress elsewhere") from None
+            raise UserError(
+                "NotebookProgress needs IPython, which every notebook has; use Progress elsewhere"
+            ) from None
         self._total, self._seconds, self._clock = total, seconds, clock
         self._html, self._display = HTML, display
         self._handle: Any = None
@@ -73,8 +75,9 @@ class _NotebookView:
     def _draw(self) -> None:
         self._drawn = self._clock()
         notes = html.escape("\n".join(self._notes))
+        curve = curve_svg(self._points, "train/loss") if len(self._points) > 1 else ""
         page = self._html(
-            f"{curve_svg(self._points, 'train/loss') if len(self._points) > 1 else ''}<div>{html.escape(self._line)}</div>"
+            f"{curve}<div>{html.escape(self._line)}</div>"
             f"<details><summary>{len(self._notes)} notes</summary><pre>{notes}</pre></details>"
         )
         if self._handle is None:

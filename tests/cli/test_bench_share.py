@@ -41,7 +41,7 @@ trainer:
   id: {SECRET}-run
   train_batch_size: 8
   max_devices: 1
-  tracker: {{type: jsonl, logdir: /logs/{SECRET}}}
+  tracker: {{type: tensorboard, logdir: /logs/{SECRET}}}
 optimizer: {{learning_rate: 0.125, weight_decay_modules: ".*{SECRET}|.*"}}
 hf_save_path: /models/{SECRET}
 """
@@ -105,7 +105,9 @@ def report(work: Any = None) -> MfuReport:
     )
 
 
-def example(tmp_path: Path, text: str = "model: {type: llama, rope: {theta: 5e5}, attn_backend: cudnn}") -> SharedResult:
+def example(
+    tmp_path: Path, text: str = "model: {type: llama, rope: {theta: 5e5}, attn_backend: cudnn}"
+) -> SharedResult:
     file = tmp_path / "c.yaml"
     file.write_text(text)
     config = load(file, (), RunConfig).config

@@ -40,7 +40,9 @@ def test_the_command_of_a_case_has_the_configuration_of_its_estimate(case: Case)
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=case.key, marks=pytest.mark.slow if case in OF_EACH_MACHINE.values() else pytest.mark.exhaustive)
+        pytest.param(
+            case, id=case.key, marks=pytest.mark.slow if case in OF_EACH_MACHINE.values() else pytest.mark.exhaustive
+        )
         for case in CASES
     ],
 )
