@@ -3,11 +3,13 @@
 # A run, with its outcome here:        docker run --rm -v "$PWD:/runs" lmt train gpt2_nano
 #                                      docker run --rm --gpus all -v "$PWD:/runs" lmt train my.yaml
 # CUDA comes in the wheels of JAX, so that the image needs no other base for GPUs: the driver of the host is enough.
-ARG PYTHON=3.12
-FROM python:${PYTHON}-slim AS build
+#
+# The base is fixed by its digest. For a newer one:  docker buildx imagetools inspect python:3.12-slim-bookworm
+ARG BASE=python:3.12-slim-bookworm@sha256:0f5b26b9518d002b6173fd61daad821fa340635ebfec5bba471013f9ca114579
+FROM ${BASE} AS build
 
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE CHANGELOG.md constraints.txt ./
+COPY pyproject.toml hatch_build.py README.md LICENSE CHANGELOG.md constraints.txt ./
 COPY lm_trainer lm_trainer
 COPY cli cli
 COPY configs configs
@@ -15,7 +17,7 @@ ARG EXTRAS=
 RUN python -m venv /app \
     && /app/bin/pip install --no-cache-dir -c constraints.txt ".${EXTRAS:+[$EXTRAS]}"
 
-FROM python:${PYTHON}-slim
+FROM ${BASE}
 
 COPY --from=build /app /app
 ENV PATH=/app/bin:$PATH

@@ -17,16 +17,15 @@ from benchmarks.setting import markdown_table
 from lm_trainer.nn.spec import DecoderSpec, MlpSpec
 from lm_trainer.plan.layout_work import LayoutWork, Recomputation
 from lm_trainer.plan.machine import Machine
-from lm_trainer.plan.speed import StepCost, step_cost
+from lm_trainer.plan.speed import StepCost, step_bound, step_cost
 from lm_trainer.profile.devices import device_bandwidths
-from lm_trainer.profile.efficiency import Efficiency, device_efficiency
+from lm_trainer.profile.efficiency import device_efficiency
 from lm_trainer.profile.flops import flops_per_token, parameter_count, recomputed_product_flops
 from lm_trainer.profile.peaks import datasheet_peak
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 
 WITHIN = 0.15
 """Error up to which an expectation counts as right."""
-_PERFECT = Efficiency(products=1, attention_forward=1, attention_backward=1, memory=1, links=1)
 _PARTS = ("compute", "attention", "recompute", "memory", "network", "hidden")
 
 
@@ -107,9 +106,7 @@ class Comparison:
 def compare(run: PublishedRun) -> Comparison:
     """Returns the expectation of a published run."""
     work, machine = _describe(run), MACHINES[run.machine]
-    perfect = step_cost(work, replace(machine, efficiency=_PERFECT))
-    least = max(perfect.compute + perfect.attention + perfect.recompute, perfect.memory, perfect.network)
-    return Comparison(run, work, step_cost(work, machine), least)
+    return Comparison(run, work, step_cost(work, machine), step_bound(work, machine))
 
 
 def _describe(run: PublishedRun) -> LayoutWork:

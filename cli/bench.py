@@ -7,9 +7,12 @@ import typer
 
 from cli import clean
 from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_resolved_config, load_run_config, path_option
+from cli.config_file import is_shipped
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
+    from lm_trainer.bench.session import BenchSession
+    from lm_trainer.profile.mfu import MfuReport
     from lm_trainer.profile.timing import BenchResult
     from lm_trainer.run.config.run_config import RunConfig
 
@@ -53,18 +56,27 @@ def mfu(
         Path | None,
         path_option("--trace", metavar="DIR", help="Write a profile of 3 steps to DIR, for TensorBoard and Perfetto."),
     ] = None,
+    share: Annotated[
+        Path | None,
+        path_option("--share", metavar="FILE", help="Write a small JSON file for others, without anything private."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Time training steps, and compare them with the datasheet's peak and the measured peak of a matrix product.
 
     Times the step of `lmt train` on random tokens, alternating with the matrix product. Writes no files unless --trace
-    is given. The documentation explains the figures under Reference, Throughput and MFU.
+    or --share is given. The documentation explains the figures under Reference, Throughput and MFU.
+
+    The file of --share has the figures, the devices, versions, and the numbers of the configuration, but no paths and
+    no names of machines, users, data or models.
 
     For example:
 
         lmt bench mfu configs/gpt2_nano.yaml
 
         lmt bench mfu configs/gpt2_nano.yaml trainer.mp=p=f32,c=bfloat16 --steps 50 --json
+
+        lmt bench mfu gpt2_124m --share gpt2_124m.json
     """
     run = load_run_config(ctx, config, overrides)
 
@@ -78,6 +90,8 @@ def mfu(
 
     if trace is not None:
         _make_directory(trace)
+    if share is not None and not share.absolute().parent.is_dir():
+        raise UserError(f"--share {share}: there is no directory {share.parent}")
     _announce(run, "compiling and timing ...")
     with open_bench_session(run) as session:
         probe = MatmulProbe(jax.devices()[: session.device_count], session.dtype)
@@ -91,6 +105,8 @@ def mfu(
                 for _ in range(_TRACED_STEPS):
                     session.run_step()
             clean.echo(f"wrote a profile to {trace}", err=True)
+        if share is not None:
+            _write_shared(share, session, report, config, overrides or [])
     _print_measured(BenchResult(rows, values), as_json)
 
 
@@ -337,6 +353,19 @@ def _announce(run: "RunConfig", text: str) -> None:
     if note is not None:
         clean.secho(f"note: {note}", err=True, fg=typer.colors.YELLOW)
     clean.echo(text, err=True)
+
+
+def _write_shared(path: Path, session: "BenchSession", report: "MfuReport", config: Path, settings: list[str]) -> None:
+    import jax
+
+    from lm_trainer.bench.share import shared_result, write_shared_result
+
+    recipe = config.stem if is_shipped(config) else None
+    processes = jax.process_count()
+    result = shared_result(session.config, report, session.mesh, processes=processes, recipe=recipe, settings=settings)
+    if jax.process_index() == 0:
+        size = write_shared_result(result, path)
+        clean.echo(f"wrote {size:,} bytes to {path}; read them before you send them", err=True)
 
 
 def _make_directory(path: Path) -> None:

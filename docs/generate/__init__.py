@@ -7,7 +7,7 @@ A page contains a marker such as `<!-- generated: command line -->`; words after
 import re
 from collections.abc import Callable
 
-from docs.generate import command_line, configuration, features, levanter, repository, schedules
+from docs.generate import command_line, configuration, features, levanter, notebook, repository, schedules, speed
 
 GENERATORS: dict[str, Callable[..., str]] = {
     "configuration": configuration.configuration,
@@ -17,6 +17,10 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "keys of Levanter": levanter.levanter_keys,
     "file": repository.file_of_repository,
     "output": repository.output,
+    "notebook": notebook.notebook_page,
+    "speed": speed.speed_table,
+    "shared results": speed.shared_table,
+    "measuring commands": speed.measuring_commands,
 }
 """Markdown generators, by the name in the marker. An argument is a string."""
 

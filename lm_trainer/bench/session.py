@@ -27,6 +27,8 @@ from lm_trainer.step.state.train_state import TrainState
 class BenchSession:
     """A training step that can be run repeatedly, with its size and devices."""
 
+    config: RunConfig
+    """Configuration with its model section and `trainer.gather` resolved."""
     tokens_per_step: int
     flops_per_token: float
     """Number of FLOPs per token of a training step, forward and backward."""
@@ -45,6 +47,11 @@ class BenchSession:
     _program: TrainingSetup
     _state: TrainState
     _batch: Any
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Mesh axis -> number of devices."""
+        return dict(self._program.sharding.mesh.shape)
 
     def run_step(self) -> None:
         """Runs one full training step, and returns when its result has been computed."""
@@ -68,6 +75,7 @@ def open_bench_session(config: RunConfig) -> Iterator[BenchSession]:
     gradient = setup.step.compile(batch)
     devices = setup.sharding.mesh.devices
     yield BenchSession(
+        config=config,
         tokens_per_step=trainer.batch_schedule.at(0) * seq_len,
         flops_per_token=training_flops(flops_per_token(spec, seq_len), setup.model, config.loss),
         recomputed_flops_per_token=recomputed_flops_per_token(

@@ -48,7 +48,7 @@ class LoadedConfig(Generic[ConfigT]):
 
 
 def load(
-    path: Path,
+    path: str | Path,
     overrides: Sequence[str],
     root: type[ConfigT],
     *,
@@ -67,7 +67,7 @@ def load(
     Raises:
         ConfigError: if there are problems; lists all problems of the files and overrides, in order.
     """
-    document = read_file(path)
+    document = read_file(Path(path))
     if document.data is None:
         raise ConfigError(document.problem_lines())
     node = ConfigNode.root(root)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from lm_trainer.core.html_table import html_table
+
 Array = np.ndarray | jax.Array
 
 
@@ -35,3 +37,13 @@ class Batch(NamedTuple):
     frozen: dict[str, Array] | None = None
     """Values of a frozen model, such as a reference or a teacher, at each position, by name: [B, S, ...]. None unless
     they were computed before training (`loss.precompute`)."""
+
+    def _repr_html_(self) -> str:
+        """Returns shape, dtype and range of each array, for a notebook. Waits for arrays on a device."""
+        named = {**self._asdict(), "frozen": None, **{f"frozen.{name}": x for name, x in (self.frozen or {}).items()}}
+        arrays = {name: np.asarray(x) for name, x in named.items() if x is not None}
+        rows = [
+            (name, list(x.shape), x.dtype, f"{x.min():g} to {x.max():g}" if x.size else "empty")
+            for name, x in arrays.items()
+        ]
+        return html_table(rows, ("array", "shape", "dtype", "values"))

@@ -12,6 +12,7 @@ import grain
 import numpy as np
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.html_table import html_table
 from lm_trainer.core.piecewise import BatchSchedule
 from lm_trainer.data.cache.row_values import RowValues
 from lm_trainer.data.config import DataConfig
@@ -65,6 +66,17 @@ class Data:
         self._frozen_evals: Mapping[str, RowValues] = {}
         # Requested now, so that unusable data are refused before anything else is built.
         _ = self.train_sets, self.validation()
+
+    def _repr_html_(self) -> str:
+        """Returns the size of each cache, for a notebook."""
+        rows = [
+            (name, f"{len(cache.stream):,}", f"{len(cache.stream) // self._row_builder.seq_len:,}", cache.finished)
+            for name, cache in self.caches.items()
+        ]
+        tokenizer = (
+            f"{self.tokenizer.vocab_size:,} tokens in the vocabulary, rows of {self._row_builder.seq_len} inputs"
+        )
+        return f"<p>{tokenizer}</p>{html_table(rows, ('cache', 'tokens', 'tokens / inputs of a row', 'complete'))}"
 
     @property
     def tokenizer(self) -> HfTokenizer:

@@ -10,7 +10,7 @@ from lm_trainer.plan.check_cost import CheckCost, check_cost
 from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.plan.layout_work import LayoutWork
 from lm_trainer.plan.machine import Machine
-from lm_trainer.plan.speed import StepCost, step_cost
+from lm_trainer.plan.speed import StepCost, step_bound, step_cost
 from lm_trainer.profile.devices import device_bandwidths
 from lm_trainer.profile.efficiency import device_efficiency
 from lm_trainer.profile.peaks import Peak, datasheet_peak, is_tf32_allowed
@@ -64,6 +64,9 @@ class RunTime:
     """Parts of the expected time of the largest step; None if the MFU is assumed."""
     checks: CheckCost | None = None
     """Cost of the checks of the hardware; None if the run makes none, or the layout is unknown."""
+    bound_seconds: float | None = None
+    """Lower bound of the duration of the first step by the rates of the datasheet, see `step_bound`; None if the MFU is
+    assumed."""
 
 
 def training_time(
@@ -91,7 +94,9 @@ def training_time(
         return None
     machine = training_machine(group.kind, trainer)
     expected = None if mfu is not None or layout is None or machine is None else step_cost(layout, machine)
-    if expected is not None and layout is not None:
+    bound = None
+    if expected is not None and layout is not None and machine is not None:
+        bound = step_bound(layout, machine) * work.tokens_per_step / layout.tokens_per_step
         mfu = work.flops_per_token * layout.tokens_per_step / expected.seconds / (peak.flops * group.count)
     utilisation = MFU if mfu is None else mfu
     rate = peak.flops * group.count * utilisation
@@ -111,6 +116,7 @@ def training_time(
         tokens_per_second_per_device=rate / work.flops_per_token / group.count,
         expected=expected,
         checks=checks,
+        bound_seconds=bound,
     )
 
 

@@ -66,6 +66,12 @@ def enumerate_layouts(config: RunConfig, vocab_size: int, count: int) -> Iterato
             yield _make_layout(config, initial_identity, settings)
 
 
+def configured_layout(config: RunConfig, vocab_size: int) -> Layout:
+    """Returns the layout of a configuration as it is."""
+    config = with_resolved_gather(config, vocab_size)
+    return Layout(config, {}, (), _largest_microbatches(config))
+
+
 def _make_layout(config: RunConfig, initial_identity: dict[str, Any], settings: Mapping[str, Any]) -> Layout:
     changed, parts = {}, {"trainer": config.trainer, "model": config.model}
     for key, value in settings.items():

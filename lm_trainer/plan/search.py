@@ -13,11 +13,11 @@ from lm_trainer.plan.attention_workspace import AttentionWorkspace
 from lm_trainer.plan.cost import training_machine
 from lm_trainer.plan.devices import Budget, DeviceGroup, memory_budget
 from lm_trainer.plan.estimate import Traces, estimate_step, estimate_temporary
-from lm_trainer.plan.layout_work import PlannedModel, count_device_params, describe_layout
-from lm_trainer.plan.layouts import Layout, enumerate_layouts
+from lm_trainer.plan.layout_work import LayoutWork, PlannedModel, count_device_params, describe_layout
+from lm_trainer.plan.layouts import Layout, configured_layout, enumerate_layouts
 from lm_trainer.plan.machine import Machine
 from lm_trainer.plan.run import Assumptions, attention_backend
-from lm_trainer.plan.speed import StepCost, step_cost
+from lm_trainer.plan.speed import StepCost, step_bound, step_cost
 from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.run.build.model import teacher_flops, trace_model
@@ -183,6 +183,39 @@ def search_layouts(
     return search if compile_best is None else _compile_best(search, *compile_best)
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """Time and memory of a configuration as it is, by formula alone."""
+
+    candidate: Candidate
+    bound_seconds: float
+    """Lower bound of the time of a step: see `step_bound`."""
+    tokens_per_second: float
+    """Expected rate of one device."""
+    mfu: float
+    """Expected model FLOPs utilisation."""
+
+
+def estimate_run(config: RunConfig, group: DeviceGroup, assumptions: Assumptions) -> Estimate:
+    """Estimates a run on given devices in seconds, without a compiler. `plan_run` computes memory more exactly.
+
+    Raises:
+        UserError: if a device has no figures in the tables, or the devices cannot share the work.
+    """
+    vocab_size, _ = Vocabulary(assumptions.vocab_size) if assumptions.vocab_size else find_vocabulary(config)
+    machine = _make_machine(config, group, assumptions)
+    pricing, layout = _Pricing(config, vocab_size, group, machine), configured_layout(config, vocab_size)
+    work, limit = pricing.describe_work(layout), memory_budget(group.kind, assumptions.memory)
+    cost = step_cost(work, machine)
+    rate = work.tokens_per_step / cost.seconds / group.count
+    return Estimate(
+        pricing.estimate_candidate(layout, cost, None if limit is None else limit.bytes, enough=None),
+        step_bound(work, machine),
+        rate,
+        rate * work.training_flops / machine.peak,
+    )
+
+
 def _make_machine(config: RunConfig, group: DeviceGroup, assumptions: Assumptions) -> Machine:
     machine = training_machine(group.kind, config.trainer, assumptions.mfu)
     if machine is None:
@@ -204,7 +237,11 @@ class _Pricing:
         self._traces = Traces(vocab_size)
 
     def step_cost(self, layout: Layout) -> StepCost:
-        """Returns the time of a step according to the cost model.
+        """Returns the time of a step according to the cost model. Raises the same error as `describe_work`."""
+        return step_cost(self.describe_work(layout), self._machine)
+
+    def describe_work(self, layout: Layout) -> LayoutWork:
+        """Returns the work of a step.
 
         Raises:
             UserError: if the mesh or the attention backend is not possible.
@@ -214,8 +251,7 @@ class _Pricing:
         flops = training_flops(flops_per_token(spec, config.model.seq_len), self._model, config.loss)
         flops += teacher_flops(config, self._vocab_size)
         model = PlannedModel(spec, self._backend(config), flops)
-        work = describe_layout(config, model, layout.plan, mesh, self._count_device_params(config, mesh))
-        return step_cost(work, self._machine)
+        return describe_layout(config, model, layout.plan, mesh, self._count_device_params(config, mesh))
 
     def estimate_candidate(self, layout: Layout, cost: StepCost, limit: int | None, *, enough: int | None) -> Candidate:
         """Returns a layout with its estimated memory. Above `enough` bytes, the estimate may be incomplete."""

@@ -7,7 +7,7 @@ Each part takes its FLOPs or bytes at the rate of the datasheet times a measured
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lm_trainer.nn.mixer_spec import softmax_spec, softmax_specs
 from lm_trainer.nn.spec import AttentionSpec
@@ -17,12 +17,14 @@ from lm_trainer.plan.machine import Machine
 from lm_trainer.plan.memory_traffic import microbatch_bytes, update_bytes, weight_bytes
 from lm_trainer.profile.attention_kernels import computed_share, kernel_block, visible_share
 from lm_trainer.profile.devices import device_platform
+from lm_trainer.profile.efficiency import Efficiency
 from lm_trainer.profile.expert_kernels import unneeded_expert_flops
 from lm_trainer.profile.flops import flops_per_token, ring_score_fraction
 from lm_trainer.profile.mixer_flops import count_mixer
 
 _BACKWARD_PRODUCTS = 5 / 2
 """Products of queries and keys in the backward pass of an attention kernel, relative to its forward pass."""
+_PERFECT = Efficiency(products=1, attention_forward=1, attention_backward=1, memory=1, links=1)
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,14 @@ def microbatch_seconds(work: LayoutWork, machine: Machine) -> float:
 def _bubble(work: LayoutWork) -> float:
     """Returns the time that a device of a pipeline waits for other stages, relative to the time of its computation."""
     return (work.sizes["pipeline"] - 1) / work.plan.rows
+def step_bound(work: LayoutWork, machine: Machine) -> float:
+    """Returns a lower bound of the time of a training step on a layout, in seconds.
+
+    Products, memory traffic and communication each take the rates of the datasheet, and the two faster ones are hidden
+    behind the slowest.
+    """
+    perfect = step_cost(work, replace(machine, efficiency=_PERFECT))
+    return max(perfect.compute + perfect.attention + perfect.recompute, perfect.memory, perfect.network)
 
 
 def _product_seconds(work: LayoutWork, machine: Machine) -> tuple[float, float]:

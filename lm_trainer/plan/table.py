@@ -78,6 +78,9 @@ def _plan_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
         if (checks := time.checks) is not None:
             once = f"{format_duration(checks.seconds)} once in {format_count(checks.every, 'step')}"
             yield "hardware checks", f"{once}, {checks.share:.2%} of the time"
+        if time.bound_seconds is not None:
+            at_bound = time.mfu * time.step_seconds / time.bound_seconds
+            yield "bound", f"{time.bound_seconds:.3g} s a step by the datasheet, {at_bound:.0%} MFU"
         if (least := _unreachable_time_warning(plan)) is not None:
             yield "  not to be had", least
         yield "time", f"{format_duration(time.seconds)}, {time.device_hours:,.4g} device hours"

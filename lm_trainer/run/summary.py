@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 import shlex
 from collections.abc import Iterator, Sequence
@@ -9,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lm_trainer.core.bucket import StoragePath
+from lm_trainer.core.html_table import curve_svg
+from lm_trainer.trackers.jsonl import read_metrics
 
 _PROMPT_CHARS = 24
 """Maximum number of characters of the sample's prompt that are suggested as a prompt for `lmt generate`."""
@@ -58,6 +61,10 @@ class Summary:
             *(f"  {command}" for command in self._next_commands()),
         ]
 
+    def _repr_html_(self) -> str:
+        """Returns the same, and the curve of the loss, for a notebook."""
+        return f"{loss_curve(self.run_dir)}<pre>{html.escape(chr(10).join(self.lines()))}</pre>"
+
     def _next_commands(self) -> Iterator[str]:
         """Yields commands that can be run as they are, except for the placeholder of an audio file."""
         run = self.name if self.run_dir.parent.absolute() == Path("logs").absolute() else shlex.quote(str(self.run_dir))
@@ -75,3 +82,13 @@ def _shorten_path(path: StoragePath) -> StoragePath:
     if not isinstance(path, Path):
         return path
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def loss_curve(run_dir: Path) -> str:
+    """Returns the curve of a run's training loss as SVG; the empty string without two recorded steps."""
+    try:
+        lines = read_metrics(run_dir)
+    except FileNotFoundError:
+        return ""
+    points = [(line["step"], line["train/loss"]) for line in lines if math.isfinite(line.get("train/loss", math.nan))]
+    return curve_svg(points, "train/loss") if len(points) > 1 else ""

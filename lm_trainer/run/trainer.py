@@ -16,6 +16,7 @@ from lm_trainer.checkpoint.store import CheckpointStore
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.config import Config
+from lm_trainer.core.html_table import html_table
 from lm_trainer.core.precision import Policy
 from lm_trainer.optim import Optimizer
 from lm_trainer.parallel.mesh import AxisRules
@@ -26,6 +27,7 @@ from lm_trainer.run.build.model import Selection, trace_module
 from lm_trainer.run.build.setup import TrainingSetup, plan_training
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.start.attempt import Attempt, open_attempt
+from lm_trainer.run.summary import loss_curve
 from lm_trainer.run.trainer_arguments import (
     check_batch,
     check_dataset,
@@ -110,6 +112,20 @@ class Trainer:
 
     def __exit__(self, *exception: Any) -> None:
         self._stack.__exit__(*exception)
+
+    def _repr_html_(self) -> str:
+        """Returns the settings of the run, and once it has begun its directory and its curve, for a notebook."""
+        rows = [
+            ("optimizer", type(self.optimizer).__name__.removesuffix("Config")),
+            ("steps", f"{self.num_train_steps:,} of {self.config.batch_schedule.at(0):,} rows"),
+            ("precision", f"parameters {self.mp.param}, computation {self.mp.compute}"),
+        ]
+        if self._attempt is None:
+            return html_table(rows)
+        if self._loop is not None:
+            count = sum(x.size for x in self.setup.model.shapes.values())
+            rows += [("parameters", f"{count:,}"), ("devices", f"{self.device_mesh.size:,}")]
+        return html_table([("run", self.run_dir), *rows]) + loss_curve(self.run_dir)
 
     @property
     def attempt(self) -> Attempt:
