@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from flax import nnx
 
     from lm_trainer.nn.mixer_spec import Mixer
+    from lm_trainer.nn.multi_token_spec import MultiTokenSpec
 
 from lm_trainer.nn.expert_spec import MoeSpec
 from lm_trainer.nn.layer_sections import LayerSection, find_sections
@@ -356,6 +357,8 @@ class DecoderSpec:
     head: HeadSpec = HeadSpec()
     senses: SenseSpec | None = None
     """Computation of the head's input from sense vectors; None: the head reads the last hidden state."""
+    multi_token: MultiTokenSpec | None = None
+    """Modules after the layers that predict later tokens."""
     encoder: EncoderSpec | None = None
     """Encoder whose output is the memory of the layers' `cross`."""
     init_std: float = 0.02
@@ -372,11 +375,23 @@ class DecoderSpec:
     a period of their own, so that equal layers are stacked, and compiled once."""
 
     @property
+    def all_blocks(self) -> tuple[BlockSpec, ...]:
+        """The layers, and the layers of the modules that predict later tokens."""
+        return (*self.blocks, *self.later_blocks)
+
+    @property
+    def later_blocks(self) -> tuple[BlockSpec, ...]:
+        """The layers of the modules that predict later tokens."""
+        return () if self.multi_token is None else (self.multi_token.block,) * self.multi_token.depth
+
+    @property
     def encoder_stack(self) -> DecoderSpec:
         """The layers of the encoder, run and initialized like the layers of the decoder."""
         assert self.encoder is not None
         positions = self.encoder.num_positions
-        return replace(self, blocks=self.encoder.blocks, prefix=0, num_positions=positions, encoder=None)
+        return replace(
+            self, blocks=self.encoder.blocks, prefix=0, num_positions=positions, encoder=None, multi_token=None
+        )
 
     @property
     def saves_inside_layers(self) -> bool:
@@ -394,8 +409,8 @@ class DecoderSpec:
 
     @property
     def num_routers(self) -> int:
-        """Number of layers with experts."""
-        return sum(block.has_experts for block in self.blocks)
+        """Number of layers with experts, including the modules that predict later tokens."""
+        return sum(block.has_experts for block in self.all_blocks)
 
     @property
     def sections(self) -> tuple[LayerSection, ...]:
@@ -412,10 +427,15 @@ class DecoderSpec:
 
     @property
     def layers_by_prefix(self) -> dict[str, range]:
-        """Numbers of the layers at each slot, by the prefix of the names of its parameters; also of an encoder."""
+        """Numbers of the layers at each slot, by the prefix of the names of its parameters; also of an encoder, and of
+        the modules that predict later tokens, whose numbers follow the last layer's.
+        """
         stacks = {"": self} if self.encoder is None else {"": self, "encoder.": self.encoder_stack}
-        return {
+        layers_by_prefix = {
             f"{module}blocks.{slot}.": layers
             for module, stack in stacks.items()
             for slot, layers in enumerate(stack.layers_by_slot)
         }
+        if self.multi_token is not None:
+            layers_by_prefix["multi_token.blocks.0."] = range(len(self.blocks), len(self.all_blocks))
+        return layers_by_prefix

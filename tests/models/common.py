@@ -135,6 +135,8 @@ TINY: dict[str, AnyModel] = {
         topk_group=2,
         routed_scaling_factor=1.5,
         lbl_coef=0.01,
+        mtp_depth=1,
+        mtp_loss_weight=0.02,
     ),
     "gpt_oss": GptOssConfig(
         **ROTARY,
@@ -194,6 +196,8 @@ TINY: dict[str, AnyModel] = {
         topk_group=2,
         first_k_dense_replace=1,
         lbl_coef=0.01,
+        mtp_depth=1,
+        mtp_loss_weight=0.02,
     ),
     "deepseek_v2": DeepseekV2Config(
         **{**LATENT, "q_lora_rank": None, "num_layers": 3},

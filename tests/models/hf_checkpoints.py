@@ -27,7 +27,9 @@ SHARED: dict[str, Any] = {
 WITHOUT_KV_HEADS = {key: value for key, value in SHARED.items() if key != "num_key_value_heads"}
 LATENT = {"kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
 DEEPSEEK_EXPERTS = {"num_hidden_layers": 3, "moe_intermediate_size": 24, "n_routed_experts": 8, "n_group": 4,
-                    "topk_group": 2, "num_experts_per_tok": 3, "first_k_dense_replace": 1}  # fmt: skip
+                    "topk_group": 2, "num_experts_per_tok": 3, "first_k_dense_replace": 1,
+                    # transformers writes 1, but saves no module.
+                    "num_nextn_predict_layers": 0}  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -227,6 +229,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
         "Glm4Moe",
         {**SHARED, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12,
          "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "num_hidden_layers": 3,
+         "num_nextn_predict_layers": 0,
          "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},
         [{"num_experts_per_tok": 1}, {"norm_topk_prob": False}, {"first_k_dense_replace": 2},
          {"n_group": 1, "topk_group": 1}, {"topk_group": 1}, {"routed_scaling_factor": 1.0}, {"n_shared_experts": 2},
