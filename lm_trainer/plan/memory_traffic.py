@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from lm_trainer.nn.expert_spec import MoeSpec
 from lm_trainer.nn.mixer_spec import DeltaSpec, LatentSpec, StateSpaceSpec, softmax_specs
-from lm_trainer.nn.spec import AttentionSpec, BlockSpec, RopeSpec
+from lm_trainer.nn.rope_spec import RopeSpec
+from lm_trainer.nn.spec import AttentionSpec, BlockSpec
 from lm_trainer.plan.gpu_target import compute_capability
 from lm_trainer.plan.layout_work import LayoutWork
 from lm_trainer.profile.devices import device_platform

@@ -307,7 +307,7 @@ def _block_parameters(block: BlockSpec, hidden: int) -> int:
     sublayers = len(mixers) + (block.mlp is not None)
     pre_norms = (sublayers - block.shared_norm) * norm_parameters(block.pre_norm, hidden)
     post_norms = sublayers * norm_parameters(block.post_norm, hidden)
-    return parts + _mlp_parameters(block.mlp, hidden) + pre_norms + post_norms
+    return parts + _mlp_parameters(block.mlp, hidden) + pre_norms + post_norms + block.output_scale
 
 
 def _mlp_parameters(spec: MlpSpec | MoeSpec | None, hidden: int) -> int:

@@ -47,6 +47,7 @@ LONG = {
     "long_factor": [1.0, 2.0, 4.0, 9.0],
 }
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 SCALARS = [{"rms_norm_eps": 0.1}, {"hidden_act": "relu"}, {"rope_parameters": {**PLAIN, "rope_theta": 100.0}}]
 GEMMA_SCALARS = [{"query_pre_attn_scalar": 4}, {"attn_logit_softcapping": 1.0}, {"final_logit_softcapping": 1.0}]
 
@@ -87,6 +88,20 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
         [{"query_pre_attn_scalar": 4}, {"final_logit_softcapping": 1.0}, {"sliding_window": 8},
          {"rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN}},
          {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": {**PLAIN, "rope_theta": 100.0}}}],
+    ),
+    "gemma4_text": (
+        "Gemma4Text",
+        {**SHARED, "num_hidden_layers": 4, "head_dim": 12, "global_head_dim": 16, "num_global_key_value_heads": 1,
+         "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "sliding_window": WINDOW,
+         "layer_types": ["sliding_attention", "full_attention"] * 2,
+         "rope_parameters": {"full_attention": PROPORTIONAL, "sliding_attention": PLAIN}},
+        [{"global_head_dim": 8}, {"num_global_key_value_heads": 2}, {"attention_k_eq_v": False}, {"sliding_window": 8},
+         {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]}, {"final_logit_softcapping": 1.0},
+         {"rms_norm_eps": 0.1}, {"hidden_activation": "relu"}, {"num_key_value_heads": 4},
+         {"rope_parameters": {"full_attention": {**PROPORTIONAL, "partial_rotary_factor": 1.0},
+                              "sliding_attention": PLAIN}},
+         {"rope_parameters": {"full_attention": {**PROPORTIONAL, "factor": 4.0}, "sliding_attention": PLAIN}},
+         {"rope_parameters": {"full_attention": PLAIN, "sliding_attention": {**PLAIN, "rope_theta": 100.0}}}],
     ),
     "phi3": (
         "Phi3",
@@ -278,7 +293,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
 }  # fmt: skip
 """For each family what transformers calls it, a tiny configuration, and changes that each move its logits."""
 
-MODEL_CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "Llama4Text": "Llama4ForCausalLM"}
+MODEL_CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "Llama4Text": "Llama4ForCausalLM",
+                 "Gemma4Text": "Gemma4ForCausalLM"}  # fmt: skip
 
 
 def build(make_hf_model: Any, name: str, **changes: Any) -> Path:

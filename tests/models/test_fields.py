@@ -38,7 +38,8 @@ from lm_trainer.models import (
     StarCoder2Config,
 )
 from lm_trainer.models.rope import DefaultRope, Llama3Rope, LongRope, YarnRope
-from lm_trainer.nn.spec import LongRopeScaling, QkNormSpec, RopeSpec
+from lm_trainer.nn.rope_spec import LongRopeScaling, RopeSpec
+from lm_trainer.nn.spec import QkNormSpec
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from tests.models.common import TINY, VOCAB, change
 
