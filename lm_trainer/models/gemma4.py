@@ -78,9 +78,8 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name}={value!r} is not supported: the family has no {part} here")
     if hf.get("use_bidirectional_attention") == "all":
         raise ValueError("use_bidirectional_attention='all' is not supported, only causal attention is")
-    block = dict(
-        (hf.get("rope_parameters") or {}).get(_FULL) or {"rope_type": "proportional", "partial_rotary_factor": 0.25}
-    )
+    default = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+    block = dict((hf.get("rope_parameters") or {}).get(_FULL) or default)
     kind, fraction = block.get("rope_type", "default"), block.pop("partial_rotary_factor", None)
     if kind == "proportional":
         block["rope_type"] = "linear" if block.get("factor", 1.0) != 1.0 else "default"
