@@ -62,9 +62,10 @@ def _global_heads_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
         heads = hf.get("num_global_key_value_heads") if shared_values else None
         return {"global_head_dim": hf.get("global_head_dim") or 512, "num_global_kv_heads": heads}
     layers = hf.get("num_hidden_layers") or 30
-    full = {str(n) for n, kind in enumerate(_kinds(layers, _pattern_from_hf(hf.get("layer_types")))) if kind == _FULL}
+    full = {n for n, kind in enumerate(_kinds(layers, _pattern_from_hf(hf.get("layer_types")))) if kind == _FULL}
     entries = list(per_layer.values())
-    if set(map(str, per_layer)) != full or any(
+    # Numbers are written with leading zeros, such as "05".
+    if {int(number) for number in per_layer} != full or any(
         entry != entries[0] or entry.keys() - {"head_dim", "num_key_value_heads"} for entry in entries
     ):
         raise ValueError("per_layer_config is not supported, except for equal heads of all full_attention layers")

@@ -19,6 +19,7 @@ from lm_trainer.models import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3Config,
+    Gemma4Config,
     Glm4Config,
     GptNeoxConfig,
     GptOssConfig,
