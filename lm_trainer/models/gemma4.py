@@ -97,6 +97,10 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _to_hf(config: "Gemma4Config") -> dict[str, Any]:
+    if not isinstance(config.rope, DefaultRope):
+        raise ValueError(f"rope: {config.rope.type} has no place in the format; only default and linear have one")
+    if not config.attention_k_eq_v and config.num_global_kv_heads not in (None, config.num_kv_heads):
+        raise ValueError("num_global_kv_heads has no place in the format without attention_k_eq_v: true")
     full = {**config.rope.to_hf(), "rope_type": "proportional", "rope_theta": config.rope.theta}
     return {
         "rope_parameters": {
@@ -173,7 +177,7 @@ class Gemma4Config(RotaryConfig):
     global_head_dim: int = Field(default=512, gt=0, multiple_of=2)
     """Number of dimensions per head of the other layers."""
     num_global_kv_heads: int | None = Field(default=4, gt=0)
-    """Number of key and value heads of layers without a window, if `attention_k_eq_v` is set. `null`: num_kv_heads."""
+    """Number of key and value heads of layers without a window. `null`: num_kv_heads."""
     attention_k_eq_v: bool = True
     """In layers without a window, values are the results of the map of keys, before its norm and rotation."""
     activation_function: ActivationName = "gelu_new"
@@ -199,8 +203,6 @@ class Gemma4Config(RotaryConfig):
 
     @model_validator(mode="after")
     def _check_global_heads(self) -> "Gemma4Config":
-        if self.num_global_kv_heads is not None and not self.attention_k_eq_v:
-            raise ValueError("num_global_kv_heads has no effect without attention_k_eq_v: true; set it to null")
         if self.num_heads % (self.num_global_kv_heads or 1):
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_global_kv_heads={self.num_global_kv_heads}"
@@ -208,9 +210,8 @@ class Gemma4Config(RotaryConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_rope_is_plain(self) -> "Gemma4Config":
-        if not isinstance(self.rope, DefaultRope):
-            raise ValueError(f"rope: {self.rope.type} does not fit this family; write type: default, or linear")
+    def _check_rope_fits(self) -> "Gemma4Config":
+        self.rope.check_head_size(self.global_head_dim)
         return self
 
     def spec(self, vocab_size: int) -> DecoderSpec:

@@ -60,5 +60,4 @@ class RopeSpec:
     backward: bool = False
     """Rotate in the opposite direction."""
     over_head: bool = False
-    """Pair the dimensions, and derive the wavelengths, over all of a head; of these pairs, `fraction` are rotated. Not
-    with a scaling of single pairs."""
+    """Pair the dimensions, and derive the wavelengths, over all of a head; of these pairs, `fraction` are rotated."""

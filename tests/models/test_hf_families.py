@@ -17,7 +17,7 @@ from lm_trainer.models import MODEL_CONFIGS, DecoderConfig, hf
 from lm_trainer.models.hf_table import HfFamily
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.profile.flops import parameter_count
-from tests.models.common import change
+from tests.models.common import TINY, VOCAB, change
 from tests.models.hf_checkpoints import CHECKPOINTS, LINEAR, LLAMA3, build, read
 
 
@@ -208,6 +208,18 @@ def test_configurations_without_a_counterpart(make_hf_model, name, fields, messa
     raw, _ = read(build(make_hf_model, name))
     with pytest.raises(UserError, match=message):
         hf.config_from_hf({**raw, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope": {"type": "yarn", "factor": 2.0}}, "rope: yarn has no place in the format"),
+        ({"attention_k_eq_v": False}, "num_global_kv_heads has no place in the format"),
+    ],
+)
+def test_what_the_format_of_gemma4_has_no_place_for(fields, message):
+    with pytest.raises(UserError, match=message):
+        hf.config_to_hf(change(TINY["gemma4"], **fields), vocab_size=VOCAB, eos_id=2, bos_id=1)
 
 
 @pytest.mark.parametrize(
