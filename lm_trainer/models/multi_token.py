@@ -67,7 +67,7 @@ def _warn_absent_modules(depth: int, layer: int) -> None:
 
 
 def with_module_tensors(tensors: Iterable[HfTensor]) -> tuple[HfTensor, ...]:
-    """Returns a family's tensors, and the tensors of the modules, which have those of a layer and five more."""
+    """Returns a family's tensors and the tensors of the modules: the tensors of a layer, a matrix and three norms."""
     tensors = tuple(tensors)
     norms: Mapping[str, str] = {"enorm": "token_norm", "hnorm": "hidden_norm", "shared_head.norm": "final_norm"}
     return (

@@ -5,8 +5,8 @@ Shape letters: B rows, S positions, D hidden dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -94,13 +94,17 @@ class MultiToken(nnx.Module):
         keys = jax.random.split(init.rngs.params(), self.modules_spec.depth)
 
         def build(rngs: nnx.Rngs) -> MultiTokenModule:
-            own = Initializer(rngs, init.std, init.residual_std, flat=True)
-            return MultiTokenModule(spec.multi_token, spec.hidden_dim, init=own)  # pyright: ignore[reportArgumentType]
+            module_init = Initializer(rngs, init.std, init.residual_std, flat=True)
+            return MultiTokenModule(self.modules_spec, spec.hidden_dim, init=module_init)
 
         self.blocks = nnx.Dict({"0": build_stacked(build, keys)})
 
     def __call__(
-        self, embed: Any, h_BSD: jax.Array, stats: RouterStats | None, batch: Batch
+        self,
+        embed: Callable[[jax.Array, jax.Array], jax.Array],
+        h_BSD: jax.Array,
+        stats: RouterStats | None,
+        batch: Batch,
     ) -> Iterator[tuple[LaterTokens, jax.Array, RouterStats | None]]:
         """Runs the modules in order, each on the result of the one before it.
 

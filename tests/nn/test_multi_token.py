@@ -51,8 +51,8 @@ def packed_rows(seed: int = 0) -> Batch:
 def select(batch: Batch, row: int, document: int) -> Batch:
     """One document of a row, as a batch of its own."""
     where = np.flatnonzero(np.asarray(batch.segments)[row] == document)
-    fields = {n: None if x is None else np.asarray(x)[row : row + 1, where] for n, x in batch._asdict().items()}
-    return Batch(**fields)._replace(segments=np.zeros((1, len(where)), np.int32))
+    document_rows = jax.tree.map(lambda x: np.asarray(x)[row : row + 1, where], batch)
+    return document_rows._replace(segments=np.zeros((1, len(where)), np.int32))
 
 
 def losses(config: AnyModel, weights: Any, batch: Batch) -> Any:
@@ -153,14 +153,17 @@ def reference_gradient(name: str, model: Any, modules: Any, num_layers: int) -> 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
 def test_loss_and_gradient_are_those_of_the_equations(name, depth, tmp_path, monkeypatch):
     """Packed rows here; there every document alone, so that none sees another one."""
+    import torch
+
     config = change(TINY[name], mtp_depth=depth, mtp_loss_weight=0.4, lbl_coef=0.0, rzl_coef=0.0)
     weights, batch = disturbed(params(config)), packed_rows()
     model, modules = build_reference(config, weights, tmp_path, monkeypatch)
     documents = [select(batch, row, document) for row in range(2) for document in range(len(DOCUMENTS))]
     sums = [reference_loss(model, modules, document, 0.4) for document in documents]
-    sum(total for total, _ in sums).backward()
+    objective, later_sum = (torch.stack(values).sum() for values in zip(*sums, strict=True))
+    objective.backward()
     loss, weight, metrics = losses(config, weights, batch)
-    total, later = (float(sum(values).detach()) for values in zip(*sums, strict=True))
+    total, later = float(objective.detach()), float(later_sum.detach())
     assert float(weight) == np.asarray(batch.weights).sum()
     np.testing.assert_allclose(float(metrics["mtp_loss"]), later, rtol=1e-5)
     np.testing.assert_allclose(float(loss), total - 0.4 * later, rtol=1e-5)
