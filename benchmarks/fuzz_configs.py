@@ -82,6 +82,25 @@ def _gemma3(draw: Draw) -> Fields:
     return {**fields, "layer_types": draw.pattern(fields["num_hidden_layers"], "sliding_attention")}
 
 
+def _gemma4(draw: Draw) -> Fields:
+    fields = {**draw.shared(), **draw.heads()}
+    layers, heads, shared_values = fields["num_hidden_layers"], fields["num_attention_heads"], draw.one(False, True)
+    full = {
+        "rope_type": "proportional",
+        "rope_theta": draw.one(100.0, 1e4),
+        "partial_rotary_factor": draw.one(0.25, 0.5, 1.0),
+        **draw.one({}, {"factor": 4.0}),
+    }
+    return {
+        **fields, "hidden_activation": fields.pop("hidden_act"), "sliding_window": draw.window(),
+        "global_head_dim": draw.one(8, 12, 16), "attention_k_eq_v": shared_values,
+        "num_global_key_value_heads": draw.one(None, *(n for n in range(1, heads + 1) if heads % n == 0)),
+        "hidden_size_per_layer_input": 0, "final_logit_softcapping": draw.one(None, 1.0, 30.0),
+        "layer_types": [*draw.pattern(layers, "sliding_attention")[:-1], "full_attention"],
+        "rope_parameters": {"full_attention": full, "sliding_attention": draw.rotary(scaled=False)},
+    }  # fmt: skip
+
+
 def _phi3(draw: Draw) -> Fields:
     fields = {**draw.shared(), **draw.heads(sized=False)}
     head_dim = fields["hidden_size"] // fields["num_attention_heads"]
@@ -372,6 +391,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": _family("GptOss", _gpt_oss),
     "llama4": Family("Llama4TextConfig", "Llama4ForCausalLM", _llama4),
     "granite4": _family("GraniteMoeHybrid", _granite4),
+    "gemma4": Family("Gemma4TextConfig", "Gemma4ForCausalLM", _gemma4),
     "deepseek_v3": _family("DeepseekV3", _deepseek_v3),
     "deepseek_v2": _family("DeepseekV2", _deepseek_v2),
     "minicpm3": _family("MiniCPM3", _minicpm3),

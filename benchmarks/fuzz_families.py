@@ -131,6 +131,7 @@ def _compare_checkpoint(
     from lm_trainer.models import hf
 
     config, vocab_size = hf.config_from_hf(raw)
+    config = config.fit_to_files(tensors.keys())
     params = hf.params_from_hf(config, vocab_size, tensors)
     runnable = config.model_copy(update={"scan_layers": scan, "gradient_checkpointing": False})
     results = dict(zip(("logits", "cache"), compute_logits(runnable, vocab_size, params, ids), strict=True))

@@ -206,6 +206,8 @@ def read_hf_settings(directory: Path) -> tuple[DecoderConfig, int, HfSettings]:
         _refuse_quantized(raw)
         config, vocab_size = hf.config_from_hf(raw)
     with errors_prefixed_with(directory):
+        if any(directory.glob("*.safetensors")):
+            config = config.fit_to_files(Weights(directory).keys())
         config = _untie_distinct_head(config, vocab_size, directory)
     settings = HfSettings.read(directory)
     if (directory / GENERATION).is_file():

@@ -46,7 +46,8 @@ def to_decoding_layout(model: Decoder, dtype: DTypeLike = jnp.float32) -> Decode
     rows = [_single_layers(laid_out.blocks[str(slot)], len(layers)) for slot, layers in enumerate(layers_by_slot)]
     single_layers = [rows[slot][row] for slot, row in slot_of_each_layer(layers_by_slot)]
     laid_out.blocks = nnx.Dict({str(number): block for number, block in enumerate(single_layers)})
-    laid_out.spec = dataclasses.replace(laid_out.spec, prefix=0, scan=False)
+    laid_out.spec = dataclasses.replace(laid_out.spec, prefix=0, scan=False, multi_token=None)
+    laid_out.multi_token = None
     for _, module in list(nnx.iter_modules(laid_out)):
         for name, child in list(vars(module).items()):
             if isinstance(child, Linear) and child.matmul is jnp.matmul:

@@ -14,6 +14,7 @@ from lm_trainer.models.cohere import Cohere2Config
 from lm_trainer.models.custom import CustomConfig
 from lm_trainer.models.deepseek import DeepseekV2Config, DeepseekV3Config
 from lm_trainer.models.gemma import Gemma2Config, Gemma3Config, GemmaConfig
+from lm_trainer.models.gemma4 import Gemma4Config
 from lm_trainer.models.glm import Glm4Config
 from lm_trainer.models.glm_moe import Glm4MoeConfig
 from lm_trainer.models.gpt2 import Gpt2Config
@@ -76,6 +77,7 @@ AnyFamily = (
     | GptOssConfig
     | Llama4Config
     | Granite4Config
+    | Gemma4Config
     | MptConfig
     | BackpackConfig
     | WhisperConfig
@@ -102,6 +104,7 @@ __all__ = [
     "DeepseekV3Config",
     "Gemma2Config",
     "Gemma3Config",
+    "Gemma4Config",
     "GemmaConfig",
     "Glm4Config",
     "Glm4MoeConfig",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -259,6 +259,19 @@ class DecoderConfig(Config):
             name = cls.model_fields["type"].default
             raise UserError(f"a {name} model has no Hugging Face format: {cls.hf.reason}")
         return cls.hf
+
+    def file_table(self) -> HfFamily:
+        """Returns the table with which files of this model are read and written.
+
+        Raises:
+            UserError: as for `hf_family`.
+        """
+        return self.hf_family()
+
+    def fit_to_files(self, names: Collection[str]) -> Self:
+        """Returns these settings, read from config.json, without parts whose tensors files with these names lack."""
+        del names
+        return self
 
     @model_validator(mode="after")
     def _check_groups_need_loop(self) -> Self:

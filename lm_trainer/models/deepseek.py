@@ -17,6 +17,7 @@ from lm_trainer.models.experts import (
 )
 from lm_trainer.models.hf_table import HfFamily, HfField
 from lm_trainer.models.latent import LATENT_ATTENTION, LatentConfig, latent_fields, latent_from_hf, latent_to_hf
+from lm_trainer.models.multi_token import DEPTH, MultiTokenConfig, with_module_tensors
 from lm_trainer.models.rotary import EMBEDDING, HEAD, LAYER, MLP, PRE_NORMS, TIED, hf_fields
 from lm_trainer.nn.expert_spec import BalanceScope, ExpertGroupsSpec, RouterSpec, SharedExpertSpec
 from lm_trainer.nn.spec import BlockSpec, DecoderSpec
@@ -63,12 +64,16 @@ class _DeepseekConfig(LatentConfig, GroupedExpertsConfig):
         check_expert_groups(self, self.n_group, self.topk_group)
         return self
 
+    def sparse_block(self, router: RouterSpec, *, interleaved: bool = True) -> BlockSpec:
+        """Builds the spec of a layer with experts. Arguments as for `expert_spec`."""
+        shared = SharedExpertSpec(self.n_shared_experts * self.moe_intermediate_dim)
+        experts = self.moe_spec(self.moe_intermediate_dim, router=router, shared=shared)
+        return BlockSpec(self.latent_spec(interleaved=interleaved), experts, pre_norm=self.norm_spec())
+
     def expert_spec(self, vocab_size: int, router: RouterSpec, *, interleaved: bool = True) -> DecoderSpec:
         """Builds the spec of a model with this router. `interleaved` is as in `RopeSpec`."""
-        norm = self.norm_spec()
-        plain = BlockSpec(self.latent_spec(interleaved=interleaved), self.mlp_spec(), pre_norm=norm)
-        shared = SharedExpertSpec(self.n_shared_experts * self.moe_intermediate_dim)
-        sparse = replace(plain, mlp=self.moe_spec(self.moe_intermediate_dim, router=router, shared=shared))
+        sparse = self.sparse_block(router, interleaved=interleaved)
+        plain = replace(sparse, mlp=self.mlp_spec())
         first = min(self.first_k_dense_replace, self.num_layers)
         return self.decoder_spec(vocab_size, (plain,) * first + (sparse,) * (self.num_layers - first), prefix=first)
 
@@ -78,11 +83,10 @@ def _v3_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _v3_to_hf(config: "DeepseekV3Config") -> dict[str, Any]:
-    # The modules for the prediction of several tokens are not part of the model.
-    return {"q_lora_rank": config.q_lora_rank, "num_nextn_predict_layers": 0, **latent_to_hf(config)}
+    return {"q_lora_rank": config.q_lora_rank, **latent_to_hf(config)}
 
 
-class DeepseekV3Config(_DeepseekConfig):
+class DeepseekV3Config(MultiTokenConfig, _DeepseekConfig):
     """The DeepSeek-V3 family, which includes Kimi K2; the defaults are DeepSeek-V3, without its scaled rotary
     positions.
     """
@@ -109,16 +113,16 @@ class DeepseekV3Config(_DeepseekConfig):
             HfField("n_group", "n_group", 8),
             HfField("topk_group", "topk_group", 4),
             HfField("norm_topk_prob", "norm_topk_prob", True),
+            DEPTH,
         ),
-        tensors=(*_TENSORS, selection_bias_tensor(f"{LAYER}.mlp.gate.e_score_correction_bias")),
+        tensors=with_module_tensors((*_TENSORS, selection_bias_tensor(f"{LAYER}.mlp.gate.e_score_correction_bias"))),
         prefix="model.",
         unprefixed=(HEAD.hf,),
         fixed={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         inert={**_INERT, "aux_loss_alpha": 0.001, "seq_aux": True},
         computed_from_hf=_v3_from_hf,
         computed_to_hf=_v3_to_hf,
-        # The module for the prediction of several tokens of the published models, which transformers leaves out too.
-        ignored=r"layers\.61\..*|layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+        ignored=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
         tied=TIED,
     )
 
@@ -157,7 +161,8 @@ class DeepseekV3Config(_DeepseekConfig):
             scale=self.routed_scaling_factor,
             groups=ExpertGroupsSpec(self.n_group, self.topk_group) if self.n_group > 1 else None,
         )
-        return self.expert_spec(vocab_size, router, interleaved=self.rope_interleave)
+        spec = self.expert_spec(vocab_size, router, interleaved=self.rope_interleave)
+        return self.with_modules(spec, self.sparse_block(router, interleaved=self.rope_interleave))
 
 
 def _v2_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,10 +29,11 @@ from lm_trainer.models.rotary import (
     layer_types,
     pattern_from_hf,
 )
-from lm_trainer.nn.spec import BlockSpec, DecoderSpec, EmbeddingSpec, NormSpec, QkNormSpec, RopeSpec
+from lm_trainer.nn.rope_spec import RopeSpec
+from lm_trainer.nn.spec import BlockSpec, DecoderSpec, EmbeddingSpec, NormSpec, QkNormSpec
 
 # `post_attention_layernorm` is the norm after attention here. In Llama's files it is the norm before the MLP.
-_FOUR_NORMS = layer_norm_tensors(
+FOUR_NORMS = layer_norm_tensors(
     attention_pre_norm="input_layernorm",
     attention_post_norm="post_attention_layernorm",
     mlp_pre_norm="pre_feedforward_layernorm",
@@ -224,7 +225,7 @@ class Gemma2Config(_WindowedGemmaConfig):
         reference="google/gemma-2-2b",
         architecture="Gemma2ForCausalLM",
         fields=(*hf_fields(activation="hidden_activation", **_WINDOWED), *_CAPS),
-        tensors=(*EMBEDDING, HEAD, *_FOUR_NORMS, *ATTENTION, *MLP),
+        tensors=(*EMBEDDING, HEAD, *FOUR_NORMS, *ATTENTION, *MLP),
         prefix="model.",
         unprefixed=(HEAD.hf,),
         fixed=_FIXED,
@@ -259,7 +260,7 @@ class Gemma3Config(_WindowedGemmaConfig):
             *hf_fields(activation="hidden_activation", **{**_WINDOWED, "max_position_embeddings": 131072}),
             *_CAPS,
         ),
-        tensors=(*EMBEDDING, HEAD, *_FOUR_NORMS, *ATTENTION, *QK_NORM, *MLP),
+        tensors=(*EMBEDDING, HEAD, *FOUR_NORMS, *ATTENTION, *QK_NORM, *MLP),
         prefix="model.",
         unprefixed=(HEAD.hf,),
         # Gemma 3 inherits this field from Gemma 2, but normalizes queries and keys instead of capping scores.

@@ -16,6 +16,7 @@ from lm_trainer.models.experts import (
     shared_expert_tensors,
 )
 from lm_trainer.models.hf_table import HfFamily, HfField
+from lm_trainer.models.multi_token import DEPTH, MultiTokenConfig, with_module_tensors
 from lm_trainer.models.rope import fraction_from_hf, fraction_to_hf, rope_from_hf
 from lm_trainer.models.rotary import (
     ATTENTION,
@@ -48,7 +49,7 @@ def _to_hf(config: "Glm4MoeConfig") -> dict[str, Any]:
     return fraction_to_hf(common_fields_to_hf(config), config.partial_rotary_factor)
 
 
-class Glm4MoeConfig(GroupedExpertsConfig):
+class Glm4MoeConfig(MultiTokenConfig, GroupedExpertsConfig):
     """The GLM-4.5 family; the defaults are GLM-4.5 Air."""
 
     hf: ClassVar[HfFamily] = HfFamily(
@@ -74,27 +75,27 @@ class Glm4MoeConfig(GroupedExpertsConfig):
             HfField("topk_group", "topk_group", 1),
             HfField("first_k_dense_replace", "first_k_dense_replace", 1),
             HfField("norm_topk_prob", "norm_topk_prob", True),
+            DEPTH,
         ),
-        tensors=(
-            *EMBEDDING,
-            HEAD,
-            *PRE_NORMS,
-            *ATTENTION,
-            *QK_NORM,
-            *MLP,
-            *expert_tensors(f"{LAYER}.mlp.gate", f"{LAYER}.mlp.experts"),
-            selection_bias_tensor(f"{LAYER}.mlp.gate.e_score_correction_bias"),
-            *shared_expert_tensors(f"{LAYER}.mlp.shared_experts"),
+        tensors=with_module_tensors(
+            (
+                *EMBEDDING,
+                HEAD,
+                *PRE_NORMS,
+                *ATTENTION,
+                *QK_NORM,
+                *MLP,
+                *expert_tensors(f"{LAYER}.mlp.gate", f"{LAYER}.mlp.experts"),
+                selection_bias_tensor(f"{LAYER}.mlp.gate.e_score_correction_bias"),
+                *shared_expert_tensors(f"{LAYER}.mlp.shared_experts"),
+            )
         ),
         prefix="model.",
         unprefixed=(HEAD.hf,),
         fixed={},
-        # Further layers predict later tokens, and do not change the prediction of the next one.
-        inert={"attention_dropout": 0.0, "num_nextn_predict_layers": 0},
+        inert={"attention_dropout": 0.0},
         computed_from_hf=_from_hf,
         computed_to_hf=_to_hf,
-        # These further layers of the published models, which transformers leaves out too.
-        ignored=r"layers\.(46|92)\..*",
         tied=TIED,
     )
 
@@ -164,4 +165,5 @@ class Glm4MoeConfig(GroupedExpertsConfig):
         shared = SharedExpertSpec(self.n_shared_experts * self.moe_intermediate_dim)
         sparse = replace(plain, mlp=self.moe_spec(self.moe_intermediate_dim, router=router, shared=shared))
         first = min(self.first_k_dense_replace, self.num_layers)
-        return self.decoder_spec(vocab_size, (plain,) * first + (sparse,) * (self.num_layers - first), prefix=first)
+        blocks = (plain,) * first + (sparse,) * (self.num_layers - first)
+        return self.with_modules(self.decoder_spec(vocab_size, blocks, prefix=first), sparse)

@@ -21,6 +21,7 @@ from lm_trainer.models.hf_table import (
     HfFamily,
     PendingTensor,
     check_tensors,
+    file_name,
     file_tensors,
     params_from_tensors,
     pending_tensors,
@@ -99,7 +100,7 @@ def params_from_hf(model_config: DecoderConfig, vocab_size: int, tensors: Mappin
     """
     check_constants_of(model_config, tensors)
     shapes = _param_info_tree(model_config, vocab_size)
-    params = params_from_tensors(model_config.hf_family(), _infos_by_name(shapes), tensors)
+    params = params_from_tensors(model_config.file_table(), _infos_by_name(shapes), tensors)
     # Without a step before, the load of experts counts as equal.
     absent = {name: np.ones(leaf.shape, np.float32) for name, leaf in named_leaves(shapes).items() if not leaf.in_files}
     return from_named_leaves(shapes, {**params, **absent})
@@ -142,9 +143,10 @@ def pending_params_to_hf(
         name for name in leaves.keys() | shapes.keys() if not _shape_matches(leaves.get(name), shapes.get(name))
     ):
         raise UserError(f"the parameters are not those of this configuration: {', '.join(mismatched)}")
-    family = model_config.hf_family()
+    family = model_config.file_table()
     tensors = pending_tensors(family, leaves, named)
-    return {**tensors, **constant_tensors(family, model_config.num_layers, tensors)}
+    copies = {file_name(family, copy): tensors[file_name(family, first)] for copy, first in family.copies.items()}
+    return {**tensors, **copies, **constant_tensors(family, model_config.num_layers, tensors)}
 
 
 def check_writable(model_config: DecoderConfig) -> None:
@@ -185,7 +187,7 @@ def plan_reading(
     Raises:
         UserError: for missing, unknown and misshapen tensors, naming them.
     """
-    family = model_config.hf_family()
+    family = model_config.file_table()
     leaves = param_infos(model_config, vocab_size)
     entries = file_tensors(family, leaves)
     names, repeated = check_tensors(family, entries, shapes, files)

@@ -106,7 +106,10 @@ def _format_value(value: Any) -> str:
 
 
 _OF_TRAINING = frozenset(
-    {"initializer_range", "embed_pdrop", "resid_pdrop", "attn_pdrop", "upcast_attn", "lbl_coef", "rzl_coef"}
+    (
+        *("initializer_range", "embed_pdrop", "resid_pdrop", "attn_pdrop", "upcast_attn"),
+        *("lbl_coef", "rzl_coef", "mtp_loss_weight"),
+    )
 )
 """Keys that do not affect the results of a trained model."""
 

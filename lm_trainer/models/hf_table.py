@@ -98,6 +98,10 @@ class HfFamily:
     tied: Mapping[str, str] = field(default_factory=dict)
     """Second names of tensors that a file may contain twice, mapped to their first names. Both must be equal, because
     the second is not a separate parameter."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Second names of tensors that are also written, mapped to their first names. `tied` must contain them too."""
+    first_ignored_layer: int | None = None
+    """Tensors of layers with this number or a higher one are ignored, as if they matched `ignored`; None: none."""
     unprefixed: tuple[str, ...] = ()
     """Tensors whose names never have the prefix."""
     reference: str | None = None
@@ -340,7 +344,8 @@ def file_tensors(family: HfFamily, leaves: Mapping[str, ParamInfo]) -> list[File
                 entries.append(FileTensor(tensor.hf, tensor, slices))
             continue
         layers_by_slot = _find_layers_by_slot(leaves, tensor.params[0].partition("blocks.{}")[0])
-        for layer, (slot, row) in enumerate(slot_of_each_layer(layers_by_slot)):
+        numbers = sorted(number for layers in layers_by_slot for number in layers)
+        for layer, (slot, row) in zip(numbers, slot_of_each_layer(layers_by_slot), strict=True):
             entries += _layer_entries(tensor, leaves, layer, slot=slot, row=row)
     return entries
 
@@ -387,14 +392,13 @@ def match_names(
     Raises:
         UserError: for missing and unknown tensors, naming them.
     """
-    ignored = re.compile(family.ignored)
     names: dict[str, str] = {}
     problems = []
     for name in file_names:
         name_without_prefix = name.removeprefix(family.prefix)
         if name_without_prefix in names:
             problems.append(f"{names[name_without_prefix]} and {name} are the same tensor")
-        if name_without_prefix in expected or not ignored.fullmatch(name_without_prefix):
+        if name_without_prefix in expected or not _is_ignored(family, name_without_prefix):
             names[name_without_prefix] = name
     # A separate head is an expected tensor. A copy of the embedding is not.
     repeated = {
@@ -409,6 +413,13 @@ def match_names(
     ]
     _raise_problems(problems)
     return names, repeated
+
+
+def _is_ignored(family: HfFamily, name: str) -> bool:
+    if re.fullmatch(family.ignored, name):
+        return True
+    layer = re.match(r"layers\.(\d+)\.", name)
+    return layer is not None and family.first_ignored_layer is not None and int(layer[1]) >= family.first_ignored_layer
 
 
 def _raise_problems(problems: Iterable[str]) -> None:

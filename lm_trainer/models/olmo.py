@@ -26,7 +26,8 @@ from lm_trainer.models.rotary import (
     layer_types,
     pattern_from_hf,
 )
-from lm_trainer.nn.spec import BlockSpec, DecoderSpec, QkNormSpec, RopeSpec
+from lm_trainer.nn.rope_spec import RopeSpec
+from lm_trainer.nn.spec import BlockSpec, DecoderSpec, QkNormSpec
 
 _TENSORS = (
     *EMBEDDING,

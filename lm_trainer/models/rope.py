@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from lm_trainer.core.config import Config
-from lm_trainer.nn.spec import LinearScaling, LongRopeScaling, RopeSpec, WavelengthScaling, YarnScaling
+from lm_trainer.nn.rope_spec import LinearScaling, LongRopeScaling, RopeSpec, WavelengthScaling, YarnScaling
 
 _Scaling = LinearScaling | WavelengthScaling | YarnScaling | LongRopeScaling | None
 

@@ -23,7 +23,8 @@ from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.positions import alibi_bias, apply_rope
 from lm_trainer.nn.read import read
 from lm_trainer.nn.ring_attention import RowMetadata, ring_attention
-from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, BlockSpec, PositionScaleSpec, QkNormSpec, RopeSpec
+from lm_trainer.nn.rope_spec import RopeSpec
+from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, BlockSpec, PositionScaleSpec, QkNormSpec
 from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size
 
 
@@ -240,11 +241,12 @@ class Attention(nnx.Module):
         kv_heads = {"kv_heads" if grouped else "heads": spec.kv_heads, "head_size": spec.head_dim}
         self.q = Linear({"embed": dim}, heads, bias=spec.bias, init=init)
         self.k = Linear({"embed": dim}, kv_heads, bias=spec.bias and spec.key_bias, init=init)
-        self.v = Linear({"embed": dim}, kv_heads, bias=spec.bias, init=init)
+        self.v = None if spec.values_are_keys else Linear({"embed": dim}, kv_heads, bias=spec.bias, init=init)
         self.out = Linear(heads, {"embed": dim}, bias=spec.out_bias, init=init, residual=True)
         self.gate = Linear({"embed": dim}, heads, bias=spec.bias, init=init) if spec.gated else None
         self.q_norm = None if spec.qk_norm is None else QkNorm(spec.qk_norm, heads, init=init)
         self.k_norm = None if spec.qk_norm is None else QkNorm(spec.qk_norm, kv_heads, init=init)
+        self.v_norm = make_norm(spec.value_norm, {"head_size": spec.head_dim}, init=init)
         self.sinks = init.constant({"heads": spec.num_heads}, 0.0) if spec.sinks else None
 
     def __call__(
@@ -273,7 +275,8 @@ class Attention(nnx.Module):
     def _project_qkv(
         self, x_BSD: jax.Array, positions_BS: jax.Array, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q_BSNH, k_BSKH, v_BSKH = (linear(x_BSD, key=key) for linear in (self.q, self.k, self.v))
+        q_BSNH, k_BSKH = self.q(x_BSD, key=key), self.k(x_BSD, key=key)
+        v_BSKH = self.v_norm(k_BSKH if self.v is None else self.v(x_BSD, key=key))
         # Norms before rotations: a norm has a different gain for each of the two dimensions that a rotation mixes.
         if self.q_norm is not None and self.k_norm is not None:
             q_BSNH, k_BSKH = self.q_norm(q_BSNH), self.k_norm(k_BSKH)

@@ -21,6 +21,7 @@ from lm_trainer.nn.mixers import build_mixer
 from lm_trainer.nn.mlp import Mlp
 from lm_trainer.nn.moe import Moe
 from lm_trainer.nn.norm import make_norm
+from lm_trainer.nn.read import read
 from lm_trainer.nn.router import RouterStats
 from lm_trainer.nn.spec import BlockSpec, MlpSpec
 
@@ -45,6 +46,7 @@ class Block(nnx.Module):
         self.mlp_pre_norm = make_norm(spec.pre_norm if has_mlp and not spec.shared_norm else None, axis, init=init)
         self.mlp = _make_mlp(spec.mlp, dim, init=init)
         self.mlp_post_norm = make_norm(spec.post_norm if has_mlp else None, axis, init=init)
+        self.output_scale = init.constant({"latent": 1}, 1.0) if spec.output_scale else None
         self.cross = None if spec.cross is None else CrossAttention(spec.cross, dim, init=init)
         pre_norm, post_norm = (None, None) if spec.cross is None else (spec.pre_norm, spec.post_norm)
         self.cross_pre_norm = make_norm(pre_norm, axis, init=init)
@@ -81,7 +83,7 @@ class Block(nnx.Module):
                 c_BSD = checkpoint_name(c_BSD, "attention")
                 y_BSD = y_BSD + self._scale_and_drop(self.cross_post_norm(c_BSD), after_cross)
         if self.mlp is None:
-            return y_BSD, cache, None
+            return self._scale_output(y_BSD), cache, None
         with jax.named_scope("mlp"):
             # With a shared norm, `mlp_pre_norm` is the identity.
             input_BSD = normed_BSD if self.shared_norm else x_BSD if self.parallel else y_BSD
@@ -91,7 +93,11 @@ class Block(nnx.Module):
             else:
                 m_BSD, stats = self.mlp(h_BSD, key=adapters), None
             m_BSD = checkpoint_name(m_BSD, "mlp")
-            return y_BSD + self._scale_and_drop(self.mlp_post_norm(m_BSD), after_mlp), cache, stats
+            y_BSD = y_BSD + self._scale_and_drop(self.mlp_post_norm(m_BSD), after_mlp)
+        return self._scale_output(y_BSD), cache, stats
+
+    def _scale_output(self, y_BSD: jax.Array) -> jax.Array:
+        return y_BSD if self.output_scale is None else y_BSD * read(self.output_scale, y_BSD.dtype)[None, None]
 
     def _scale_and_drop(self, x_BSD: jax.Array, key: jax.Array | None) -> jax.Array:
         """Computes the term of the residual stream from the result of a sublayer."""

@@ -5,6 +5,7 @@ Shape letters: L layers, B rows, T new tokens, C capacity in positions, K key he
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -43,6 +44,11 @@ class KvCache(NamedTuple):
     def dtype(self) -> DTypeLike:
         """Dtype of keys and values."""
         return self.k.dtype
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Number of heads of keys, and the sizes of a key and of a value."""
+        return self.k.shape[3], self.k.shape[4], self.v.shape[4]
 
     def write(
         self, layer: jax.Array | int, positions_BT: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array
@@ -86,6 +92,12 @@ class SplitKvCache(NamedTuple):
         """Dtype of keys and values."""
         return self.layers[0][0].dtype
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Same as `KvCache.sizes`."""
+        k, v = self.layers[0]
+        return k.shape[1], k.shape[3], v.shape[3]
+
     def write(
         self, layer: jax.Array | int, positions_BT: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array
     ) -> tuple[SplitKvCache, jax.Array, jax.Array]:
@@ -101,10 +113,37 @@ class SplitKvCache(NamedTuple):
         return SplitKvCache((*other_layers, (k, v))), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
 
 
+class SizedKvCache(NamedTuple):
+    """Keys and values of layers whose heads differ in number or size: one cache for the layers of each kind."""
+
+    caches: tuple[KvCache | SplitKvCache, ...]
+    rows_L: jax.Array
+    """int32; index of each layer among the layers of its kind."""
+
+    @property
+    def capacity(self) -> int:
+        """Maximum number of positions."""
+        return self.caches[0].capacity
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """Dtype of keys and values."""
+        return self.caches[0].dtype
+
+    def write(
+        self, layer: jax.Array | int, positions_BT: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array
+    ) -> tuple[SizedKvCache, jax.Array, jax.Array]:
+        """Same as `KvCache.write`."""
+        sizes = (*k_BTKH.shape[2:], v_BTKH.shape[-1])
+        kind = next(kind for kind, cache in enumerate(self.caches) if cache.sizes == sizes)
+        cache, k_BCKH, v_BCKH = self.caches[kind].write(self.rows_L[layer], positions_BT, k_BTKH, v_BTKH)
+        return self._replace(caches=(*self.caches[:kind], cache, *self.caches[kind + 1 :])), k_BCKH, v_BCKH
+
+
 class StateCache(NamedTuple):
     """Cache of a model in which some or all layers keep states of a fixed size instead of keys and values."""
 
-    keys: KvCache | None
+    keys: KvCache | SizedKvCache | None
     """Keys and values of the layers that keep them; None without such layers."""
     states: tuple[jax.Array, ...]
     """Arrays of the other layers, [L, B, ...] each."""
@@ -140,7 +179,7 @@ class StateCache(NamedTuple):
         return self._replace(states=tuple(old.at[row].set(new.astype(old.dtype)) for old, new in pairs))
 
 
-LayerCache = KvCache | SplitKvCache | StateCache
+LayerCache = KvCache | SplitKvCache | SizedKvCache | StateCache
 """Values that the layers of a model keep of earlier positions."""
 
 
@@ -153,7 +192,7 @@ def init_cache(
 ) -> LayerCache:
     """Makes an empty cache of a model for `rows` rows of `capacity` positions.
 
-    Layers of a kind share one array: they agree in the number and size of heads, even if other settings differ.
+    Layers with states share their arrays, and layers whose heads agree in number and size share one array.
 
     Args:
         blocks: the layers.
@@ -163,11 +202,7 @@ def init_cache(
         dtype: dtype of keys, values and inputs of convolutions.
     """
     sizes = [cache_sizes(block.mixer) for block in blocks]
-    keys = None
-    if kinds := {size for size in sizes if size is not None}:
-        ((heads, key_size, value_size),) = kinds
-        count = sum(size is not None for size in sizes)
-        keys = new_cache((count, rows, capacity, heads, key_size), dtype, value_size)
+    keys = _init_keys([size for size in sizes if size is not None], new_cache, rows, capacity, dtype)
     states = {state_arrays(block.mixer) for block in blocks} - {()}
     if keys is not None and not states:
         return keys
@@ -176,3 +211,18 @@ def init_cache(
     rows_L = [sum((other is None) == (size is None) for other in sizes[:layer]) for layer, size in enumerate(sizes)]
     zeros = (jnp.zeros((count, rows, *x.shape), jnp.float32 if x.float32 else dtype) for x in arrays)
     return StateCache(keys, tuple(zeros), jnp.asarray(rows_L, jnp.int32))
+
+
+def _init_keys(
+    sizes: Sequence[tuple[int, int, int]], new_cache: NewCache, rows: int, capacity: int, dtype: DTypeLike
+) -> Any:
+    """Makes the cache of the layers with keys, given their `cache_sizes`; None without such layers."""
+    counts = Counter(sizes)
+    caches = tuple(
+        new_cache((count, rows, capacity, heads, key_size), dtype, value_size)
+        for (heads, key_size, value_size), count in counts.items()
+    )
+    if len(caches) < 2:
+        return caches[0] if caches else None
+    rows_L = [sizes[:layer].count(size) for layer, size in enumerate(sizes)]
+    return SizedKvCache(caches, jnp.asarray(rows_L, jnp.int32))

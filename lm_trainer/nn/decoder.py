@@ -20,6 +20,7 @@ from lm_trainer.nn.cache import KvCache, SplitKvCache, init_cache
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import dropout
 from lm_trainer.nn.lora_weights import WeightLora
+from lm_trainer.nn.multi_token import MultiToken
 from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.pipeline import run_stages
 from lm_trainer.nn.read import read
@@ -97,6 +98,7 @@ class Decoder(nnx.Module):
         self.final_norm = make_norm(spec.final_norm, {"embed": spec.hidden_dim}, init=init)
         head = {"vocab": spec.vocab_size, "embed": spec.hidden_dim}
         self.head = None if spec.head.tied else init.normal(head)
+        self.multi_token = None if spec.multi_token is None else MultiToken(spec, init=init)
         self.head_lora: WeightLora | None = None
         self.head_matmul: HeadMatmulFn = _head_matmul
         self.new_cache: Callable[[tuple[int, int, int, int, int], DTypeLike, int], Any] = KvCache.empty

@@ -41,10 +41,10 @@ def slot_of_each_layer(layers_by_slot: Sequence[range]) -> list[tuple[int, int]]
     """Returns the slot of each layer, and its row in the arrays of the slot.
 
     Args:
-        layers_by_slot: numbers of the layers at each slot. Together these are all layers.
+        layers_by_slot: numbers of the layers at each slot. Together these are consecutive.
     """
     rows = {number: (slot, row) for slot, layers in enumerate(layers_by_slot) for row, number in enumerate(layers)}
-    return [rows[number] for number in range(len(rows))]
+    return [rows[number] for number in sorted(rows)]
 
 
 def _smallest_period(blocks: Sequence[Hashable]) -> int:

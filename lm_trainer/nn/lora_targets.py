@@ -39,7 +39,8 @@ def _iterate_weights(model: nnx.Module) -> Iterator[tuple[str, AdaptableWeight]]
         if model.head is not None:
             yield HEAD, AdaptableWeight(model, model.head)
     for path, node in nnx.iter_graph(model):
-        if isinstance(node, Moe):
+        # Not the modules that predict later tokens, which only training uses.
+        if isinstance(node, Moe) and path[0] == "blocks":
             name = ".".join(map(str, path))
             yield f"{name}.gate", AdaptableWeight(node, node.gate)
             yield f"{name}.up", AdaptableWeight(node, node.up)

@@ -62,8 +62,8 @@ def token_loss(
     weights.
 
     All are float32 scalars. They are sums, because sums add up over microbatches and means do not. The penalties of
-    routers and the z-loss contribute to the gradient of the loss but not to its value, so the value has the same
-    meaning for every model.
+    routers, the z-loss and the losses of later tokens contribute to the gradient of the loss but not to its value, so
+    the value has the same meaning for every model.
 
     Args:
         model: the decoder.
@@ -75,7 +75,38 @@ def token_loss(
         terms: terms to compute from the logits in addition; `z_loss` and `entropy` are then among the further sums.
     """
     h_BSD, stats = model.batch_hidden_and_stats(batch, dtype=dtype, key=key)
-    return hidden_loss(model, h_BSD, stats, batch, block_size=block_size, terms=terms)
+    return loss_after_layers(model, h_BSD, stats, batch, block_size=block_size, terms=terms)
+
+
+def loss_after_layers(
+    model: Decoder,
+    h_BSD: jax.Array,
+    stats: RouterStats | None,
+    batch: Batch,
+    *,
+    block_size: int | None = None,
+    terms: LossTerms = CROSS_ENTROPY,
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Same as `token_loss`, but computed from the results of `Decoder.hidden_and_stats`.
+
+    If the model predicts later tokens, `mtp_loss` is the sum of the mean loss of its modules (arXiv 2412.19437,
+    equations 24 and 25, without the factor). Its weighted value contributes to the gradient of the loss but not to its
+    value.
+    """
+    if (modules := model.multi_token) is None:
+        return hidden_loss(model, h_BSD, stats, batch, block_size=block_size, terms=terms)
+    spec, settings = modules.modules_spec, _Settings(block_size, model.spec.head.softcap, parts=num_batch_parts())
+    later = jnp.zeros((), jnp.float32)
+    # Without the columns that an adapter of the head appends.
+    for rows, later_BSD, later_stats in modules(model.embed, h_BSD[..., : model.spec.hidden_dim], stats, batch):
+        h_ND = model.extend_head_input(later_BSD).reshape(-1, h_BSD.shape[-1])
+        targets_N, weights_N = rows.targets_BS.reshape(-1), rows.weights_BS.reshape(-1)
+        later_sums: TokenSums = _token_sums(h_ND, model.head_weight(), targets_N, weights_N, settings)
+        later, stats = later + later_sums.nll * (1.0 / spec.depth), later_stats
+    loss, weight, metrics = hidden_loss(model, h_BSD, stats, batch, block_size=block_size, terms=terms)
+    weighted = spec.loss_weight * later
+    metrics["mtp_loss"] = jax.lax.stop_gradient(later)
+    return loss + (weighted - jax.lax.stop_gradient(weighted)), weight, metrics
 
 
 def hidden_loss(
@@ -87,7 +118,7 @@ def hidden_loss(
     block_size: int | None = None,
     terms: LossTerms = CROSS_ENTROPY,
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Same as `token_loss`, but computed from the results of `Decoder.hidden_and_stats`."""
+    """Same as `loss_after_layers`, without the prediction of later tokens."""
     weights_N = jnp.asarray(batch.weights).reshape(-1).astype(jnp.float32)
     h_ND = h_BSD.reshape(-1, h_BSD.shape[-1])
     targets_N = jnp.asarray(batch.targets).reshape(-1)

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lm_trainer.nn.spec import AttentionSpec, BlockSpec, NormSpec, RopeSpec, ScoreSpec
+from lm_trainer.nn.rope_spec import RopeSpec
+from lm_trainer.nn.spec import AttentionSpec, BlockSpec, NormSpec, ScoreSpec
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lm_trainer.nn.spec import AlibiSpec, LinearScaling, LongRopeScaling, RopeSpec, WavelengthScaling, YarnScaling
+from lm_trainer.nn.rope_spec import LinearScaling, LongRopeScaling, RopeSpec, WavelengthScaling, YarnScaling
+from lm_trainer.nn.spec import AlibiSpec
 from lm_trainer.parallel.target_platform import target_platform
 
 
 def rope_frequencies(spec: RopeSpec, head_dim: int) -> tuple[np.ndarray, float]:
     """Returns the frequencies in radians per position, float32 [F], and the factor that multiplies cosine and sine."""
     # In NumPy's float64, rounded once at the end, so that the constants are identical on every device.
-    dims = int(head_dim * spec.fraction)
+    dims = head_dim if spec.over_head else int(head_dim * spec.fraction)
     pairs_F = np.arange(0, dims, 2) / dims
     plain_F = spec.theta**-pairs_F
     scaling = spec.scaling
@@ -33,6 +34,9 @@ def rope_frequencies(spec: RopeSpec, head_dim: int) -> tuple[np.ndarray, float]:
             scaled_F, magnitude = _scale_by_yarn(scaling, plain_F, spec.theta, dims), scaling.magnitude
         case LongRopeScaling():
             scaled_F, magnitude = plain_F / np.array(scaling.factors), scaling.magnitude
+    if spec.over_head:
+        # Pairs that are not rotated have the angle 0.
+        scaled_F = np.where(np.arange(dims // 2) < int(head_dim * spec.fraction) // 2, scaled_F, 0.0)
     return (-scaled_F if spec.backward else scaled_F).astype(np.float32), magnitude
 
 

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from flax import nnx
 
     from lm_trainer.nn.mixer_spec import Mixer
+    from lm_trainer.nn.multi_token_spec import MultiTokenSpec
 
 from lm_trainer.nn.expert_spec import MoeSpec
 from lm_trainer.nn.layer_sections import LayerSection, find_sections
+from lm_trainer.nn.rope_spec import RopeSpec
 
 Activation = Literal["gelu", "gelu_new", "relu", "silu", "quick_gelu", "tanh", "relu2"]
 """`gelu` is the exact form, `gelu_new` its tanh approximation, `quick_gelu` its sigmoid approximation; `relu2` is the
@@ -68,62 +70,6 @@ class NormSpec:
     """Multiply by 1 + scale, with scale initially 0, instead of by scale, initially 1."""
     factor: float | None = None
     """Constant that multiplies the result. In the final norm, it multiplies the logits."""
-
-
-@dataclass(frozen=True)
-class LinearScaling:
-    """Divides all rope frequencies by a factor, so that positions are interpolated (Chen et al. 2023)."""
-
-    factor: float
-
-
-@dataclass(frozen=True)
-class WavelengthScaling:
-    """Divides only the frequencies of long wavelengths, with a smooth transition (Grattafiori et al. 2024)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_positions: int
-    """Wavelengths above `original_positions / low_freq_factor` are divided, and wavelengths below `original_positions /
-    high_freq_factor` are unchanged."""
-
-
-@dataclass(frozen=True)
-class YarnScaling:
-    """YaRN (Peng et al. 2023): a ramp over the dimensions, from unchanged to divided frequencies."""
-
-    factor: float
-    original_positions: int
-    beta_fast: float
-    beta_slow: float
-    magnitude: float
-    """Factor that multiplies both cosine and sine."""
-    whole_dims: bool = True
-    """Round the ends of the ramp outwards to whole dimensions."""
-
-
-@dataclass(frozen=True)
-class LongRopeScaling:
-    """Divides the frequency of each pair of dimensions by a separate factor (LongRoPE, Ding et al. 2024)."""
-
-    factors: tuple[float, ...]
-    magnitude: float
-    """Factor that multiplies both cosine and sine."""
-
-
-@dataclass(frozen=True)
-class RopeSpec:
-    """Rotary position embedding (Su et al. 2021)."""
-
-    theta: float = 10_000.0
-    fraction: float = 1.0
-    """Fraction of the dimensions of each head that are rotated, starting from the first."""
-    scaling: LinearScaling | WavelengthScaling | YarnScaling | LongRopeScaling | None = None
-    interleaved: bool = False
-    """Adjacent dimensions are the coordinates of a rotation, instead of dimension i of both halves of a head."""
-    backward: bool = False
-    """Rotate in the opposite direction."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +153,10 @@ class AttentionSpec:
     """Size of value vectors; None: head_dim."""
     gated: bool = False
     """Multiply the result of each head by the sigmoid of another linear map of the input."""
+    values_are_keys: bool = False
+    """Values are the results of the map of keys, without its norm and rotation; there is no map of values."""
+    value_norm: NormSpec | None = None
+    """Normalization of each head of values."""
     sinks: bool = False
     """Add a learned logit per head to the scores of each query, like a key whose value is zero (Xiao et al. 2023,
     arXiv 2309.17453, section 3.3)."""
@@ -265,6 +215,8 @@ class BlockSpec:
     """The mixer and the MLP read the same x."""
     shared_norm: bool = False
     """The mixer and the MLP also read the same pre(x), so there is one norm instead of two. Only with `parallel`."""
+    output_scale: bool = False
+    """Multiply the stream after the layer by a learned number, initially 1."""
     cross: AttentionSpec | None = None
     """Cross-attention to the output of an encoder: a third f, between the mixer and the MLP, with the same norms and
     dropout. It has no mask."""
@@ -356,6 +308,8 @@ class DecoderSpec:
     head: HeadSpec = HeadSpec()
     senses: SenseSpec | None = None
     """Computation of the head's input from sense vectors; None: the head reads the last hidden state."""
+    multi_token: MultiTokenSpec | None = None
+    """Modules after the layers that predict later tokens."""
     encoder: EncoderSpec | None = None
     """Encoder whose output is the memory of the layers' `cross`."""
     init_std: float = 0.02
@@ -372,11 +326,23 @@ class DecoderSpec:
     a period of their own, so that equal layers are stacked, and compiled once."""
 
     @property
+    def all_blocks(self) -> tuple[BlockSpec, ...]:
+        """The layers, and the layers of the modules that predict later tokens."""
+        return (*self.blocks, *self.later_blocks)
+
+    @property
+    def later_blocks(self) -> tuple[BlockSpec, ...]:
+        """The layers of the modules that predict later tokens."""
+        return () if self.multi_token is None else (self.multi_token.block,) * self.multi_token.depth
+
+    @property
     def encoder_stack(self) -> DecoderSpec:
         """The layers of the encoder, run and initialized like the layers of the decoder."""
         assert self.encoder is not None
         positions = self.encoder.num_positions
-        return replace(self, blocks=self.encoder.blocks, prefix=0, num_positions=positions, encoder=None)
+        return replace(
+            self, blocks=self.encoder.blocks, prefix=0, num_positions=positions, encoder=None, multi_token=None
+        )
 
     @property
     def saves_inside_layers(self) -> bool:
@@ -394,8 +360,8 @@ class DecoderSpec:
 
     @property
     def num_routers(self) -> int:
-        """Number of layers with experts."""
-        return sum(block.has_experts for block in self.blocks)
+        """Number of layers with experts, including the modules that predict later tokens."""
+        return sum(block.has_experts for block in self.all_blocks)
 
     @property
     def sections(self) -> tuple[LayerSection, ...]:
@@ -412,10 +378,15 @@ class DecoderSpec:
 
     @property
     def layers_by_prefix(self) -> dict[str, range]:
-        """Numbers of the layers at each slot, by the prefix of the names of its parameters; also of an encoder."""
+        """Numbers of the layers at each slot, by the prefix of the names of its parameters; also of an encoder, and of
+        the modules that predict later tokens, whose numbers follow the last layer's.
+        """
         stacks = {"": self} if self.encoder is None else {"": self, "encoder.": self.encoder_stack}
-        return {
+        layers_by_prefix = {
             f"{module}blocks.{slot}.": layers
             for module, stack in stacks.items()
             for slot, layers in enumerate(stack.layers_by_slot)
         }
+        if self.multi_token is not None:
+            layers_by_prefix["multi_token.blocks.0."] = range(len(self.blocks), len(self.all_blocks))
+        return layers_by_prefix

@@ -111,6 +111,7 @@ def run_layer(  # noqa: PLR0913 - as for `run_blocks`
     *,
     key: jax.Array | None,
     remat: Remat = "none",
+    in_loop: bool = True,
 ) -> tuple[jax.Array, RouterStats | None]:
     """Runs one layer as `run_blocks` does. Returns the stream after it, and the sums of router statistics including it.
 
@@ -121,9 +122,10 @@ def run_layer(  # noqa: PLR0913 - as for `run_blocks`
         context: the context that all layers share.
         layer: index of the layer, an int32 scalar.
         key: key from which the keys of all layers are derived; None disables dropout.
-        remat: values that a derivative of this call recomputes, without an optimization barrier.
+        remat: values that a derivative of this call recomputes.
+        in_loop: leaves out the optimization barrier, which only a derivative in the same program as this call needs.
     """
-    apply = _apply_with_remat(remat, in_loop=True)
+    apply = _apply_with_remat(remat, in_loop=in_loop)
     layer_key = None if key is None else jax.random.fold_in(key, layer)
     x_BSD, _, stats = apply(block, (x_BSD, None, stats), context, layer, layer_key)
     return x_BSD, stats

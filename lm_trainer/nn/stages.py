@@ -23,7 +23,7 @@ from lm_trainer.nn.attention import make_context
 from lm_trainer.nn.attention_dispatch import uses_ring
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.layer_sections import slot_of_each_layer
-from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, hidden_loss, hidden_nll
+from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, hidden_nll, loss_after_layers
 from lm_trainer.nn.ring_layout import from_zigzag, to_zigzag
 from lm_trainer.nn.router import RouterStats, zero_router_stats
 from lm_trainer.nn.spec import DecoderSpec, Remat
@@ -149,7 +149,7 @@ def staged_token_loss(
     """Returns `lm_trainer.nn.loss.token_loss` in stages, for decoders of `spec`; the other arguments are the same."""
 
     def head(model: Decoder, h_BSD: jax.Array, stream: Stream, batch: Batch) -> LossSums:
-        return hidden_loss(model, h_BSD, stream.stats, batch, block_size=block_size, terms=terms)
+        return loss_after_layers(model, h_BSD, stream.stats, batch, block_size=block_size, terms=terms)
 
     return decoder_stages(spec, dtype, head)
 

@@ -77,7 +77,7 @@ def _tensor_parallel_seconds(work: LayoutWork, machine: Machine) -> float:
     if work.tensor == 1:
         return 0.0
     ring = 2 * (work.tensor - 1) / work.tensor
-    sums = 2 * (3 if work.recomputation.products else 2) * len(work.spec.blocks)
+    sums = 2 * (3 if work.recomputation.products else 2) * len(work.spec.all_blocks)
     sent = ring * work.tokens * work.spec.hidden_dim * work.itemsize
     return sums * (sent / machine.link_bandwidth(work.tensor) + machine.efficiency.latency)
 
@@ -85,7 +85,7 @@ def _tensor_parallel_seconds(work: LayoutWork, machine: Machine) -> float:
 def _context_parallel_seconds(work: LayoutWork, machine: Machine) -> float:
     """Returns the time of sending keys and values, and their gradients in float32."""
     size = work.sizes["context"]
-    attentions = softmax_specs(work.spec.blocks)
+    attentions = softmax_specs(work.spec.all_blocks)
     width = sum(spec.kv_heads * (spec.head_dim + spec.value_size) for spec in attentions) / work.tensor
     passes = (2 if work.recomputes else 1) * work.itemsize + _FLOAT32
     sent = (size - 1) * work.tokens * width * passes

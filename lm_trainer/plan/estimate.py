@@ -193,9 +193,12 @@ def estimate_temporary(  # noqa: PLR0913 - a microbatch and its devices
     in_block = [tokens * (itemsize * block.inside + block.scores) for block in blocks]
     # Logits and their gradient are float32, and exist for one block of tokens at a time.
     logits = 2 * _FLOAT32 * min(tokens, model.cross_entropy_block_size or tokens) * vocab_size
+    # The modules that predict later tokens are computed with the head. Besides a layer, each joins two norms.
+    later = [layout.sizes(block) for block in spec.later_blocks]
+    head = logits + sum(tokens * (itemsize * (block.inside + 4 * spec.hidden_dim) + block.scores) for block in later)
     if config.trainer.gathers_layers:
         kinds = enumerate(spec.layers_by_slot)
-        return {**{LAYER.format(kind): in_block[layers.start] for kind, layers in kinds}, HEAD: logits}
+        return {**{LAYER.format(kind): in_block[layers.start] for kind, layers in kinds}, HEAD: head}
     # Full rematerialisation stores only the input of each block; otherwise the intermediates of all blocks are stored
     # for the backward pass. Programs compiled for a TPU v5e also store the float32 terms of norms and activations in
     # bfloat16.
@@ -211,11 +214,11 @@ def estimate_temporary(  # noqa: PLR0913 - a microbatch and its devices
     stored = repeats * tokens * sum(stored_values.get(policy, everything)) // len(blocks)
     block = max(in_block)
     if not config.trainer.bitwise:
-        return {STEP: stored + max(block, logits)}
+        return {STEP: stored + max(block, head)}
     # XLA makes a low-precision copy of unsharded parameters before the loop over the layers.
     layers = parameter_count(spec) - parameter_count(replace(spec, blocks=()))
     copy = narrow * itemsize * layers // (tensor * stages * axes.get("expert", 1))
-    return {MICROBATCH: stored + max(block + copy, logits)}
+    return {MICROBATCH: stored + max(block + copy, head)}
 
 
 class _BlockSizes(NamedTuple):

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from lm_trainer.nn.expert_spec import MoeSpec
 from lm_trainer.nn.mixer_spec import DeltaSpec, LatentSpec, StateSpaceSpec, softmax_specs
-from lm_trainer.nn.spec import AttentionSpec, BlockSpec, RopeSpec
+from lm_trainer.nn.rope_spec import RopeSpec
+from lm_trainer.nn.spec import AttentionSpec, BlockSpec
 from lm_trainer.plan.gpu_target import compute_capability
 from lm_trainer.plan.layout_work import LayoutWork
 from lm_trainer.profile.devices import device_platform
@@ -72,7 +73,7 @@ def _pipeline_params(work: LayoutWork) -> float:
 
 
 def _score_bytes(work: LayoutWork, kind: str) -> float:
-    heads = sum(spec.num_heads for spec in softmax_specs(work.spec.blocks)) / work.tensor
+    heads = sum(spec.num_heads for spec in softmax_specs(work.spec.all_blocks)) / work.tensor
     pairs = work.tokens * work.seq_len * heads
     if work.backend == "cudnn":
         return _WORKSPACE_BYTES * pairs if work.trainer.bitwise and compute_capability(kind) == _HOPPER else 0.0
@@ -85,8 +86,10 @@ def _score_bytes(work: LayoutWork, kind: str) -> float:
 def _token_bytes(work: LayoutWork, platform: str) -> float:
     """Returns the bytes per token of norms, residuals, rotary embeddings, activations and the loss."""
     repeated = 1 + work.recomputation.elementwise
-    layers = sum(repeated * _forward_values(block, work) + _backward_values(block, work) for block in work.spec.blocks)
-    loss = _LOGIT_PASSES[platform] * _FLOAT32 * work.spec.vocab_size / work.head_shards
+    blocks = work.spec.all_blocks
+    layers = sum(repeated * _forward_values(block, work) + _backward_values(block, work) for block in blocks)
+    heads = 1 + len(work.spec.later_blocks)
+    loss = heads * _LOGIT_PASSES[platform] * _FLOAT32 * work.spec.vocab_size / work.head_shards
     return layers * work.itemsize / work.sizes["pipeline"] + loss
 
 

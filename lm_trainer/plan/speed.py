@@ -111,7 +111,7 @@ def _product_seconds(work: LayoutWork, machine: Machine) -> tuple[float, float]:
 def _attention_seconds(work: LayoutWork, machine: Machine) -> tuple[float, float]:
     """Returns the time of the attention of one microbatch: forward and backward, and the repeated forward pass."""
     total, repeated = 0.0, 0.0
-    for spec, layers in Counter(softmax_specs(work.spec.blocks)).items():
+    for spec, layers in Counter(softmax_specs(work.spec.all_blocks)).items():
         width = layers * spec.num_heads * (spec.head_dim + spec.value_size) / work.tensor
         forward = work.tokens * 2 * work.seq_len * width * _computed_share(spec, work, machine)
         if work.has_kernel:
@@ -124,7 +124,7 @@ def _attention_seconds(work: LayoutWork, machine: Machine) -> tuple[float, float
     # Mixers without a softmax have no kernel: their products are products of matrices.
     products = sum(
         count_mixer(block.mixer, work.spec.hidden_dim, work.seq_len).product
-        for block in work.spec.blocks
+        for block in work.spec.all_blocks
         if softmax_spec(block.mixer) is None
     )
     forward = work.tokens * products / work.tensor / machine.product_rate

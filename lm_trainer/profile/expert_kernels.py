@@ -13,7 +13,9 @@ def unneeded_expert_flops(spec: DecoderSpec, platform: str) -> int:
     over all assignments for each expert. Empty slots of grouped kernels are not counted.
     """
     return sum(
-        _unneeded_flops(block.mlp, spec.hidden_dim, platform) for block in spec.blocks if isinstance(block.mlp, MoeSpec)
+        _unneeded_flops(block.mlp, spec.hidden_dim, platform)
+        for block in spec.all_blocks
+        if isinstance(block.mlp, MoeSpec)
     )
 
 

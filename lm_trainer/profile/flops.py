@@ -42,7 +42,7 @@ class FlopsCount(NamedTuple):
     """2 * (number of matrices) * hidden * mlp width, over all layers. With experts, counts the router and the experts
     that one token uses."""
     head: int
-    """2 * hidden * vocabulary."""
+    """2 * hidden * vocabulary, also for each module that predicts later tokens."""
     senses: int = 0
     """Products that compute the senses, the queries and keys of their weights, and the weighted sum."""
     cross: int = 0
@@ -50,6 +50,8 @@ class FlopsCount(NamedTuple):
     computed once per row and divided among its tokens."""
     encoder: int = 0
     """The encoder of a row, divided among the tokens of the row."""
+    joins: int = 0
+    """The maps of both inputs of the modules that predict later tokens, whose layers count as all others."""
 
     @property
     def forward(self) -> int:
@@ -84,18 +86,19 @@ def flops_per_token(spec: DecoderSpec, seq_len: int) -> FlopsCount:
 
     MFU is `flops_per_token(...).training * tokens per second / peak FLOP/s of all devices`.
     """
-    mixers = [count_mixer(block.mixer, spec.hidden_dim, seq_len) for block in spec.blocks]
+    mixers = [count_mixer(block.mixer, spec.hidden_dim, seq_len) for block in spec.all_blocks]
     weighing = 0 if spec.senses is None else 3 * seq_len * spec.senses.attention.num_heads
     return FlopsCount(
         qkv=sum(mixer.inputs for mixer in mixers),
         attention_out=sum(mixer.output for mixer in mixers),
         attention_product=sum(mixer.product for mixer in mixers),
         attention_softmax=sum(mixer.softmax for mixer in mixers) + weighing,
-        mlp=sum(2 * _num_active_weights(block.mlp, spec.hidden_dim) for block in spec.blocks),
-        head=2 * spec.hidden_dim * spec.vocab_size,
+        mlp=sum(2 * _num_active_weights(block.mlp, spec.hidden_dim) for block in spec.all_blocks),
+        head=2 * spec.hidden_dim * spec.vocab_size * (1 + len(spec.later_blocks)),
         senses=0 if spec.senses is None else _sense_flops(spec.senses, spec.hidden_dim, seq_len),
         cross=sum(_cross_attention_flops(block, spec, seq_len) for block in spec.blocks),
         encoder=_encoder_flops(spec) // seq_len,
+        joins=2 * 2 * spec.hidden_dim * spec.hidden_dim * len(spec.later_blocks),
     )
 
 
@@ -131,7 +134,7 @@ def ring_score_fraction(spec: DecoderSpec, seq_len: int, devices: int) -> float:
     """
     from lm_trainer.nn.ring_layout import RingLayout
 
-    attentions = softmax_specs(spec.blocks)
+    attentions = softmax_specs(spec.all_blocks)
     computed, heads = 0, sum(attention.num_heads for attention in attentions)
     for attention in attentions:
         layout = RingLayout.for_rows(attention, seq_len // devices, devices)
@@ -151,10 +154,12 @@ def recomputed_flops_per_token(spec: DecoderSpec, seq_len: int, *, every_layer: 
     pass, although the compiler omits products whose results no gradient needs. Recomputation inside an attention kernel
     is not counted.
     """
-    in_encoder = _recomputed_encoder_flops(spec, seq_len)
+    # A step that gathers layer by layer computes the modules that predict later tokens together with the head.
+    outside = _recomputed_encoder_flops(spec, seq_len)
+    outside += sum(_recomputed_block_flops(block, spec, seq_len) for block in spec.later_blocks)
     if every_layer:
-        return in_encoder + sum(_count_block_flops(block, spec, seq_len).forward for block in spec.blocks)
-    recomputed = in_encoder + sum(_recomputed_block_flops(block, spec, seq_len) for block in spec.blocks)
+        return outside + sum(_count_block_flops(block, spec, seq_len).forward for block in spec.blocks)
+    recomputed = outside + sum(_recomputed_block_flops(block, spec, seq_len) for block in spec.blocks)
     return recomputed + sum(_count_block_flops(block, spec, seq_len).forward for block in _grouped_blocks(spec))
 
 
@@ -165,6 +170,7 @@ def recomputed_product_flops(spec: DecoderSpec, *, every_layer: bool = False) ->
     its result is the input of the next layer, which is saved, so compilers omit the product.
     """
     blocks = sum(_recomputed_products(block, spec, every_layer=every_layer) for block in spec.blocks)
+    blocks += sum(_recomputed_products(block, spec, every_layer=False) for block in spec.later_blocks)
     return blocks if every_layer else blocks + sum(_count_products(block, spec) for block in _grouped_blocks(spec))
 
 
@@ -228,7 +234,9 @@ def _recomputed_block_flops(block: BlockSpec, spec: DecoderSpec, seq_len: int) -
 
 
 def _count_block_flops(block: BlockSpec, spec: DecoderSpec, seq_len: int) -> FlopsCount:
-    return flops_per_token(replace(spec, blocks=(block,), senses=None), seq_len)._replace(head=0, encoder=0)
+    return flops_per_token(replace(spec, blocks=(block,), senses=None, multi_token=None), seq_len)._replace(
+        head=0, encoder=0
+    )
 
 
 def _grouped_product_flops(mlp: MlpSpec | MoeSpec | None, hidden: int) -> int:
@@ -265,7 +273,15 @@ def parameter_count(spec: DecoderSpec) -> int:
     blocks = sum(_block_parameters(block, spec.hidden_dim) for block in spec.blocks)
     norms = sum(norm_parameters(norm, spec.hidden_dim) for norm in (spec.embedding.norm, spec.final_norm))
     senses = 0 if spec.senses is None else _sense_parameters(spec.senses, spec.hidden_dim)
-    return rows * spec.hidden_dim + blocks + norms + senses + _encoder_parameters(spec)
+    return rows * spec.hidden_dim + blocks + norms + senses + _encoder_parameters(spec) + _later_parameters(spec)
+
+
+def _later_parameters(spec: DecoderSpec) -> int:
+    if spec.multi_token is None:
+        return 0
+    dim, modules = spec.hidden_dim, spec.multi_token
+    of_module = _block_parameters(modules.block, dim) + 2 * dim * dim + 3 * norm_parameters(modules.norm, dim)
+    return modules.depth * of_module
 
 
 def _encoder_parameters(spec: DecoderSpec) -> int:
@@ -291,7 +307,7 @@ def _block_parameters(block: BlockSpec, hidden: int) -> int:
     sublayers = len(mixers) + (block.mlp is not None)
     pre_norms = (sublayers - block.shared_norm) * norm_parameters(block.pre_norm, hidden)
     post_norms = sublayers * norm_parameters(block.post_norm, hidden)
-    return parts + _mlp_parameters(block.mlp, hidden) + pre_norms + post_norms
+    return parts + _mlp_parameters(block.mlp, hidden) + pre_norms + post_norms + block.output_scale
 
 
 def _mlp_parameters(spec: MlpSpec | MoeSpec | None, hidden: int) -> int:

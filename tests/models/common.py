@@ -23,6 +23,7 @@ from lm_trainer.models import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3Config,
+    Gemma4Config,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
@@ -135,6 +136,8 @@ TINY: dict[str, AnyModel] = {
         topk_group=2,
         routed_scaling_factor=1.5,
         lbl_coef=0.01,
+        mtp_depth=1,
+        mtp_loss_weight=0.02,
     ),
     "gpt_oss": GptOssConfig(
         **ROTARY,
@@ -194,6 +197,8 @@ TINY: dict[str, AnyModel] = {
         topk_group=2,
         first_k_dense_replace=1,
         lbl_coef=0.01,
+        mtp_depth=1,
+        mtp_loss_weight=0.02,
     ),
     "deepseek_v2": DeepseekV2Config(
         **{**LATENT, "q_lora_rank": None, "num_layers": 3},
@@ -224,6 +229,16 @@ TINY: dict[str, AnyModel] = {
     ),
     "mamba2": Mamba2Config(**SMALL, head_dim=16, state_dim=8, num_groups=2, chunk_size=5),
     "apertus": ApertusConfig(**ROTARY, rope=Llama3Rope(original_max_position_embeddings=8)),
+    "gemma4": Gemma4Config(
+        **{**ROTARY, "num_layers": 3},
+        head_dim=12,
+        global_head_dim=16,
+        num_global_kv_heads=1,
+        partial_rotary_factor=0.5,
+        sliding_window=4,
+        sliding_window_pattern=2,
+        final_logit_softcapping=2.0,
+    ),
 }
 
 WITHOUT_OWN_PARTS = ("mistral", "qwen2", "qwen3", "olmo2", "phi3", "smollm3", "starcoder2", "glm4", "seed_oss")

@@ -27,7 +27,9 @@ SHARED: dict[str, Any] = {
 WITHOUT_KV_HEADS = {key: value for key, value in SHARED.items() if key != "num_key_value_heads"}
 LATENT = {"kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
 DEEPSEEK_EXPERTS = {"num_hidden_layers": 3, "moe_intermediate_size": 24, "n_routed_experts": 8, "n_group": 4,
-                    "topk_group": 2, "num_experts_per_tok": 3, "first_k_dense_replace": 1}  # fmt: skip
+                    "topk_group": 2, "num_experts_per_tok": 3, "first_k_dense_replace": 1,
+                    # transformers writes 1, but saves no module.
+                    "num_nextn_predict_layers": 0}  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -45,6 +47,7 @@ LONG = {
     "long_factor": [1.0, 2.0, 4.0, 9.0],
 }
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 SCALARS = [{"rms_norm_eps": 0.1}, {"hidden_act": "relu"}, {"rope_parameters": {**PLAIN, "rope_theta": 100.0}}]
 GEMMA_SCALARS = [{"query_pre_attn_scalar": 4}, {"attn_logit_softcapping": 1.0}, {"final_logit_softcapping": 1.0}]
 
@@ -85,6 +88,20 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
         [{"query_pre_attn_scalar": 4}, {"final_logit_softcapping": 1.0}, {"sliding_window": 8},
          {"rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN}},
          {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": {**PLAIN, "rope_theta": 100.0}}}],
+    ),
+    "gemma4_text": (
+        "Gemma4Text",
+        {**SHARED, "num_hidden_layers": 4, "head_dim": 12, "global_head_dim": 16, "num_global_key_value_heads": 1,
+         "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "sliding_window": WINDOW,
+         "layer_types": ["sliding_attention", "full_attention"] * 2,
+         "rope_parameters": {"full_attention": PROPORTIONAL, "sliding_attention": PLAIN}},
+        [{"global_head_dim": 8}, {"num_global_key_value_heads": 2}, {"attention_k_eq_v": False}, {"sliding_window": 8},
+         {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]}, {"final_logit_softcapping": 1.0},
+         {"rms_norm_eps": 0.1}, {"hidden_activation": "relu"}, {"num_key_value_heads": 4},
+         {"rope_parameters": {"full_attention": {**PROPORTIONAL, "partial_rotary_factor": 1.0},
+                              "sliding_attention": PLAIN}},
+         {"rope_parameters": {"full_attention": {**PROPORTIONAL, "factor": 4.0}, "sliding_attention": PLAIN}},
+         {"rope_parameters": {"full_attention": PLAIN, "sliding_attention": {**PLAIN, "rope_theta": 100.0}}}],
     ),
     "phi3": (
         "Phi3",
@@ -227,6 +244,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
         "Glm4Moe",
         {**SHARED, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12,
          "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "num_hidden_layers": 3,
+         "num_nextn_predict_layers": 0,
          "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},
         [{"num_experts_per_tok": 1}, {"norm_topk_prob": False}, {"first_k_dense_replace": 2},
          {"n_group": 1, "topk_group": 1}, {"topk_group": 1}, {"routed_scaling_factor": 1.0}, {"n_shared_experts": 2},
@@ -275,7 +293,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
 }  # fmt: skip
 """For each family what transformers calls it, a tiny configuration, and changes that each move its logits."""
 
-MODEL_CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "Llama4Text": "Llama4ForCausalLM"}
+MODEL_CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "Llama4Text": "Llama4ForCausalLM",
+                 "Gemma4Text": "Gemma4ForCausalLM"}  # fmt: skip
 
 
 def build(make_hf_model: Any, name: str, **changes: Any) -> Path:

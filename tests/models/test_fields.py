@@ -19,6 +19,7 @@ from lm_trainer.models import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3Config,
+    Gemma4Config,
     Glm4Config,
     GptNeoxConfig,
     GptOssConfig,
@@ -38,7 +39,8 @@ from lm_trainer.models import (
     StarCoder2Config,
 )
 from lm_trainer.models.rope import DefaultRope, Llama3Rope, LongRope, YarnRope
-from lm_trainer.nn.spec import LongRopeScaling, QkNormSpec, RopeSpec
+from lm_trainer.nn.rope_spec import LongRopeScaling, RopeSpec
+from lm_trainer.nn.spec import QkNormSpec
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from tests.models.common import TINY, VOCAB, change
 
@@ -139,12 +141,14 @@ def test_defaults_are_llama_2_7b():
         (GptOssConfig(), 201088, 20_914_757_184),
         (GptOssConfig(num_layers=36, n_routed_experts=128), 201088, 116_829_156_672),
         (Granite4Config(), 100352, 6_939_037_248),
+        # transformers has 60 fewer parameters, because the factors of the layers are buffers there.
+        (Gemma4Config(), 262144, 30_697_345_340),
         (Llama4Config(), 202048, 107_769_861_120),
         (Llama4Config(n_routed_experts=128, interleave_moe_layer_step=2), 202048, 400_711_848_960),
     ],
     ids=["Mistral 7B", "Llama 3 8B", "Gemma 2 2B", "Qwen3 0.6B", "SmolLM3 3B", "StarCoder2 3B", "R7B", "GLM-4 9B",
          "Seed-OSS 36B", "nanochat d20", "MiniCPM3 4B", "DeepSeek-V3", "DeepSeek-V2 Lite", "Mamba 2 2.7B",
-         "gpt-oss 20B", "gpt-oss 120B", "Granite 4 H Tiny", "Llama 4 Scout", "Llama 4 Maverick"],
+         "gpt-oss 20B", "gpt-oss 120B", "Granite 4 H Tiny", "Gemma 4 31B", "Llama 4 Scout", "Llama 4 Maverick"],
 )  # fmt: skip
 def test_published_sizes(config, vocab_size, parameters):
     assert parameter_count(config.spec(vocab_size)) == parameters

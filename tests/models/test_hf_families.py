@@ -17,7 +17,7 @@ from lm_trainer.models import MODEL_CONFIGS, DecoderConfig, hf
 from lm_trainer.models.hf_table import HfFamily
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.profile.flops import parameter_count
-from tests.models.common import change
+from tests.models.common import TINY, VOCAB, change
 from tests.models.hf_checkpoints import CHECKPOINTS, LINEAR, LLAMA3, build, read
 
 
@@ -84,7 +84,9 @@ def test_import_and_export_lose_nothing(make_hf_model, name, tmp_path):
     model, info = loaded
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    assert sum(p.numel() for p in model.parameters()) == parameter_count(config.spec(vocab_size))
+    # Gemma 4's factors of layers are trained here, and buffers there.
+    factors = sum(x.numel() for key, x in model.named_buffers() if key.endswith("layer_scalar"))
+    assert sum(p.numel() for p in model.parameters()) + factors == parameter_count(config.spec(vocab_size))
     reference = np.load(directory / "reference.npz")
     with torch.no_grad():
         logits = model.float().eval()(torch.from_numpy(reference["input_ids"])).logits.numpy()
@@ -186,6 +188,14 @@ def test_a_tied_head_may_be_repeated_but_not_differ(make_hf_model):
         ("mamba2", {"expand": 3}, "num_heads=4 of head_dim=16 are not expand=3 times hidden_size=32"),
         ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is not supported"),
         ("llama4_text", {"layer_types": ["full_attention"] * 4}, "layer_types is not supported"),
+        (
+            "gemma4_text",
+            {"num_kv_shared_layers": 2},
+            "num_kv_shared_layers=2 is not supported: the family has no layers",
+        ),
+        ("gemma4_text", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input=8 is not supported"),
+        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block=True is not supported"),
+        ("gemma4_text", {"per_layer_config": {"1": {"head_dim": 16}}}, "per_layer_config is not supported, except for"),
         ("granitemoehybrid", {"hidden_act": "relu"}, "hidden_act=.relu. is not supported, only .silu."),
         ("granitemoehybrid", {"mamba_expand": 3}, "mamba_n_heads=4 of mamba_d_head=16 are not mamba_expand=3 times"),
         ("granitemoehybrid", {"num_experts_per_tok": 0}, "num_experts_per_tok=0 of n_routed_experts=4 leave out all"),
@@ -198,6 +208,18 @@ def test_configurations_without_a_counterpart(make_hf_model, name, fields, messa
     raw, _ = read(build(make_hf_model, name))
     with pytest.raises(UserError, match=message):
         hf.config_from_hf({**raw, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope": {"type": "yarn", "factor": 2.0}}, "rope: yarn has no place in the format"),
+        ({"attention_k_eq_v": False}, "num_global_kv_heads has no place in the format"),
+    ],
+)
+def test_what_the_format_of_gemma4_has_no_place_for(fields, message):
+    with pytest.raises(UserError, match=message):
+        hf.config_to_hf(change(TINY["gemma4"], **fields), vocab_size=VOCAB, eos_id=2, bos_id=1)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ OLD_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("gemma2", {"hidden_activation": "gelu"}),
     ("gemma2", {"hidden_activation": GONE, "hidden_act": "relu"}),
     ("gemma3", {"hidden_activation": "gelu"}),
+    ("gemma4_text", {"rope_parameters": GONE, "rms_norm_eps": GONE, "final_logit_softcapping": GONE}),
+    ("gemma4_text", {"per_layer_config": GONE, "global_head_dim": 16, "num_global_key_value_heads": 1}),
     ("llama", {"hidden_act": "gelu"}),
     ("llama", {"hidden_act": "gelu_new"}),
     ("llama", {"hidden_act": "gelu_fast"}),

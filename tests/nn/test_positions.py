@@ -9,7 +9,8 @@ import pytest
 from jax.typing import DTypeLike
 
 from lm_trainer.nn.positions import alibi_slopes, apply_rope, rope_frequencies
-from lm_trainer.nn.spec import AlibiSpec, LinearScaling, RopeSpec, WavelengthScaling, YarnScaling
+from lm_trainer.nn.rope_spec import LinearScaling, RopeSpec, WavelengthScaling, YarnScaling
+from lm_trainer.nn.spec import AlibiSpec
 from lm_trainer.parallel.target_platform import compiling_for
 
 X = np.random.default_rng(0).standard_normal((2, 5, 3, 8)).astype(np.float32)

@@ -28,10 +28,10 @@ from tests.run.conftest import MakeConfig
 
 STEPS, ROWS = 3, 8
 EIGHT = ("gpt2", "mixtral", "deepseek_v3", "mamba2")
-TWO = ("gemma3", "mpt", "backpack", "qwen3_next", "gpt_oss", "granite4", "glm4_moe", "llama4")
+TWO = ("gemma3", "mpt", "backpack", "qwen3_next", "gpt_oss", "granite4", "glm4_moe", "llama4", "gemma4")
 MOST_PARTS = (
     *("llama", "gemma3", "mpt", "backpack", "cohere2"),
-    *("apertus", "deepseek_v3", "mamba2", "gpt_oss", "granite4"),
+    *("apertus", "deepseek_v3", "mamba2", "gpt_oss", "granite4", "llama4", "gemma4"),
 )
 
 

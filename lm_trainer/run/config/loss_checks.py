@@ -37,6 +37,8 @@ def check_loss(config: RunConfig) -> None:
     name = f"loss: {config.loss.type}"
     if not config.use_hf_model_config and config.model.features_shape is not None:
         raise ValueError(f"{name} is computed on text alone, but model {config.model.type} hears; use another model")
+    if not config.use_hf_model_config and getattr(config.model, "mtp_depth", 0):
+        raise ValueError(f"model.mtp_depth: {name} does not train the modules that predict later tokens; set it to 0")
     if config.z_loss_weight or config.log_entropy:
         key = "z_loss_weight" if config.z_loss_weight else "log_entropy"
         raise ValueError(f"{key} has no effect with {name}; remove it")

@@ -137,6 +137,11 @@ class RunConfig(Config):
                 f"z_loss_weight: optimizer.type: {self.optimizer.type} estimates the curvature of a cross-entropy "
                 f"without a penalty; set z_loss_weight to 0, or write optimizer.type: sophia-h"
             )
+        if getattr(self.model, "mtp_depth", 0) and self.optimizer.curvature == "gauss_newton_bartlett":
+            raise ValueError(
+                f"model.mtp_depth: optimizer.type: {self.optimizer.type} estimates the curvature of the next token's "
+                f"cross-entropy alone; set mtp_depth to 0, or write optimizer.type: sophia-h"
+            )
         return self
 
     @model_validator(mode="after")

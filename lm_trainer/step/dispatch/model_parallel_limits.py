@@ -81,6 +81,11 @@ def check_model(spec: DecoderSpec | None, sizes: Mapping[str, int]) -> None:
         raise UserError("expert_axis_size needs a model with experts, such as mixtral; set it to 1")
     if "pipeline" not in axes:
         return
+    if spec.multi_token is not None:
+        raise UserError(
+            "pipeline_axis_size cannot cut a model that predicts later tokens, because the last stage alone has what "
+            "they are predicted from; set it to 1, or model.mtp_depth to 0"
+        )
     if spec.num_routers:
         raise UserError(
             "pipeline_axis_size cannot cut a model with experts, because what its routers count is of whole "
