@@ -83,6 +83,8 @@ def microbatch_seconds(work: LayoutWork, machine: Machine) -> float:
 def _bubble(work: LayoutWork) -> float:
     """Returns the time that a device of a pipeline waits for other stages, relative to the time of its computation."""
     return (work.sizes["pipeline"] - 1) / work.plan.rows
+
+
 def step_bound(work: LayoutWork, machine: Machine) -> float:
     """Returns a lower bound of the time of a training step on a layout, in seconds.
 
