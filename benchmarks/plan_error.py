@@ -50,6 +50,17 @@ _LLAMA = {
     **_HEADS,
     "scan_layers": True,
 }
+_DPO = {
+    "model": _LLAMA,
+    "loss": {"type": "dpo"},
+    "data": {"tokenizer": "bytes", "format": {"type": "preference"}},
+    "trainer": {"train_batch_size": 16, "initialize_from": "base"},
+}
+_DISTILLATION = {
+    "model": _LLAMA,
+    "loss": {"type": "distillation", "teacher": "big", "teacher_model": {**_LLAMA, "hidden_dim": 512}},
+    "trainer": {"train_batch_size": 16},
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "GPT-2 nano": {"model": _GPT2, "trainer": {"train_batch_size": 32}},
     "GPT-2, 12 layers, scan and remat": {
@@ -77,6 +88,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "devices": 4,
         "model": _LLAMA,
         "trainer": {"train_batch_size": 64, "determinism": "fast", "per_device_parallelism": 4},
+    },
+    "Llama, DPO beside a reference": _DPO,
+    "Llama, DPO, reference precomputed": {**_DPO, "loss": {"type": "dpo", "precompute": True}},
+    "Llama, distillation": _DISTILLATION,
+    "Llama, FSDP, distillation by layers": {
+        **_DISTILLATION,
+        "devices": 4,
+        "trainer": {"train_batch_size": 16, "gather": "layer"},
+    },
+    "Llama, distillation, teacher precomputed": {
+        **_DISTILLATION,
+        "loss": {**_DISTILLATION["loss"], "top_k": 16, "precompute": True},
     },
 }
 VOCAB, STEPS = 2048, 3
@@ -138,9 +161,9 @@ def train(setup: Any, config: Any, steps: int = STEPS) -> Any:
     """Trains some steps on random tokens. Returns the last state."""
     import jax
 
-    from lm_trainer.profile.workload import random_batch
+    from lm_trainer.run.build.example_batch import example_batch
 
-    batch = random_batch(len(setup.step.local_rows()), config.model.seq_len, VOCAB)
+    batch = example_batch(config, len(setup.step.local_rows()), VOCAB)
     setup.step.compile(batch)
     state = setup.init()
     for _ in range(steps):
@@ -168,12 +191,12 @@ def measure_kernel(config: Any, devices: list[Any]) -> int:
     """Measures the peak of the process over some steps, minus its memory without a state, in bytes."""
     import jax
 
-    from lm_trainer.profile.workload import random_batch
+    from lm_trainer.run.build.example_batch import example_batch
     from lm_trainer.run.build.setup import build_setup
 
     setup = build_setup(config, VOCAB, devices)
     state = train(setup, config, 2)
-    batch = random_batch(len(setup.step.local_rows()), config.model.seq_len, VOCAB)
+    batch = example_batch(config, len(setup.step.local_rows()), VOCAB)
     _release_unused_memory()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     for _ in range(STEPS):
