@@ -26,8 +26,9 @@ class Recorded(NamedTuple):
 
     def lmt(self, devices: int, *args: str | Path) -> Outcome:
         """Runs `lmt` on emulated devices."""
-        command = [*map(str, args)]
-        return self.warm_lmt.run(command, cwd=self.directory, env=lmt_environment(devices=devices), timeout=300)
+        environment = lmt_environment(devices=devices)
+        done = self.warm_lmt.run([*map(str, args)], cwd=self.directory, env=environment, timeout=300)
+        return Outcome(done.returncode, done.stdout, done.stderr)
 
     def train(self, devices: int, name: str, *overrides: str) -> None:
         result = self.lmt(devices, "train", "run.yaml", f"trainer.id={name}", *overrides)
