@@ -151,9 +151,9 @@ def describe(losses: Losses, steps: int, rows: int) -> str:
             "",
             f"`python -m benchmarks.transfer_sweep --steps {steps} --rows {rows}`: a Llama of hidden size "
             f"{BASE['hidden_dim']} and {BASE['num_layers']} layers is the base; bytes of Python's language reference "
-            f"in rows of {LENGTH}, AdamW without weight decay, warm-up and linear decay to 0, one seed. Rates are "
-            f"2^{math.log2(RATES[0]):.0f} to 2^{math.log2(RATES[-1]):.0f} in factors of 2; the best rate is the minimum "
-            f"of a parabola through three losses.",
+            f"in rows of {LENGTH}, AdamW without weight decay, warm-up and linear decay to 0, one seed. Rates "
+            f"are 2^{math.log2(RATES[0]):.0f} to 2^{math.log2(RATES[-1]):.0f} in factors of 2; the best rate is the "
+            f"minimum of a parabola through three losses.",
             "",
             markdown_table(heads, table),
             "",
