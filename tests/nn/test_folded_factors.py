@@ -106,6 +106,6 @@ def test_folded_factors_compute_the_same_logits(path: Any) -> None:
     }
     expected = compute_logits(cls, with_factors(spec, queries), params)
     actual = compute_logits(cls, spec, scaled)
-    spread = np.std(expected)
+    spread = float(np.std(expected))
     np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5 * spread + 1e-6)
     assert not np.allclose(compute_logits(cls, spec, params), expected, rtol=0, atol=1e-3 * spread)
