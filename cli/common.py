@@ -35,6 +35,13 @@ def _complete_key(incomplete: str) -> Iterator[str]:
             yield shown
 
 
+def _complete_config(incomplete: str) -> Iterator[str]:
+    """Yields names of configurations for shell completion."""
+    from cli.config_file import names_for_completion
+
+    yield from names_for_completion(incomplete)
+
+
 def _check_local(param: typer.CallbackParam, value: Any) -> Any:
     return _check_paths(param, value)
 
@@ -81,9 +88,9 @@ place_option = partial(typer.Option, callback=_check_local_or_bucket)
 """An option that takes a path or an object storage URL; otherwise like `path_argument`."""
 path_option = partial(typer.Option, callback=_check_local)
 """An option that takes a path; otherwise like `path_argument`."""
-config_argument = partial(typer.Argument, callback=_find_config)
+config_argument = partial(typer.Argument, callback=_find_config, autocompletion=_complete_config)
 """An argument that takes the path or name of a configuration file; otherwise like `path_argument`."""
-source_argument = partial(typer.Argument, callback=_find_source)
+source_argument = partial(typer.Argument, callback=_find_source, autocompletion=_complete_config)
 """An argument that takes the path or name of a configuration file, or another file, like `path_argument`."""
 hub_argument = partial(typer.Argument, callback=_check_local_or_hub)
 """An argument that takes a path or a name on the Hugging Face hub; otherwise like `path_argument`."""

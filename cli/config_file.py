@@ -1,5 +1,6 @@
 """Finds configuration files by name, such as `gpt2_nano` for `configs/gpt2_nano.yaml`."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import typer
@@ -35,6 +36,15 @@ def find_source_file(ctx: typer.Context, requested: Path) -> Path:
     if file != requested and not ctx.resilient_parsing:
         clean.secho(f"note: {requested} is {file}", err=True, fg=typer.colors.YELLOW)
     return file
+
+
+def names_for_completion(incomplete: str) -> Iterator[str]:
+    """Yields YAML files in the working directory, and names of configurations that ship with the program or are in
+    `configs/`. Yields nothing for a path: the shell then completes files by itself.
+    """
+    names = {path.name for suffix in _SUFFIXES[1:] for path in Path().glob(f"*{suffix}")}
+    names |= {path.stem for folder in _search_directories()[1:] for path in folder.glob("*.y*ml")}
+    yield from sorted(name for name in names if name.startswith(incomplete))
 
 
 def is_shipped(file: Path) -> bool:

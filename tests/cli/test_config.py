@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
+from cli.config_file import names_for_completion
 from cli.main import app
 from lm_trainer.config.loader import load
 from lm_trainer.run.config.run_config import RunConfig
@@ -368,3 +370,15 @@ def test_plot_writes_a_file(config: str) -> None:
     assert "batch size: 512" in file_and_terminal.stdout
     assert "<svg" in Path("x.svg").read_text(encoding="utf-8")
     assert lmt("config", "plot", config, "--out", "x.gif").exit_code == 2
+
+
+def test_names_of_configurations_complete_in_the_shell(in_tmp_path: Path) -> None:
+    Path("llama_mine.yaml").touch()
+    Path("llama_notes.txt").touch()
+    Path("llama_runs").mkdir()
+    assert [*names_for_completion("llama_")] == ["llama_1b", "llama_8b", "llama_mine.yaml", "llama_nano"]
+    assert [*names_for_completion("configs/")] == []
+    assert {"gpt2_nano", "llama_mine.yaml"} < {*names_for_completion("")}
+    arguments = {parameter.name: parameter for parameter in typer.main.get_command(app).commands["train"].params}  # pyright: ignore[reportAttributeAccessIssue]
+    items = arguments["config"].shell_complete(typer.Context(typer.main.get_command(app)), "llama_8")
+    assert [item.value for item in items] == ["llama_8b"]

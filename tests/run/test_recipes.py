@@ -22,6 +22,7 @@ RECIPES = (
     "llama_8b",
     "olmo2_7b",
     "olmo3_7b",
+    "olmoe_7b",
     "qwen3_continued",
     "smollm2_chat",
     "tinystories",
@@ -109,6 +110,7 @@ def scaled_down(name: str, directory: Path) -> list[Any]:
     has_heads = "num_kv_heads" in type(config.model).model_fields
     shape = {**SHAPE, **(ROTARY if has_heads else {}), "initializer_range": 0.125}
     shape |= {"head_dim": 16} if name == "qwen3_continued" else {}
+    shape |= {"n_routed_experts": 8, "num_experts_per_tok": 2} if name == "olmoe_7b" else {}
     shape |= {"sliding_window": 32, "num_layers": 4} if name == "olmo3_7b" else {}
     text = directory / "text.jsonl"
     messages = [{"role": "user", "content": "count to nine"}, {"role": "assistant", "content": "one two three four"}]
@@ -176,6 +178,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32},
         **{"rms_norm_eps": 1e-6, "rope_theta": 500_000, "max_position_embeddings": 4096, "vocab_size": 100352},
         **{"tie_word_embeddings": False, "initializer_range": 0.02, "attention_bias": False},
+    },
+    "olmoe_7b": {
+        **{"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "hidden_size": 2048, "hidden_act": "silu"},
+        **{"intermediate_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16},
+        **{"rms_norm_eps": 1e-5, "rope_theta": 10_000, "max_position_embeddings": 4096, "vocab_size": 50304},
+        **{"tie_word_embeddings": False, "initializer_range": 0.02, "attention_bias": False, "clip_qkv": None},
+        # The published 0.01 is of a loss that is divided by the experts of a token.
+        **{"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.01 / 8},
     },
 }
 """Fields of config.json of the models on the hub."""
