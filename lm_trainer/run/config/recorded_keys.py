@@ -129,7 +129,7 @@ def without_newer_defaults(identity: Mapping[str, Any], trainer: TrainerConfig, 
             del recorded[key]
     if follows_from_batch(trainer):
         recorded["elastic_shards"] = largest_shards(trainer, MIN_MICROBATCHES)
-    sections = {key: value for key, value in identity.items() if _ONLY_CHOICES.get(key) != value}
+    sections = {key: value for key, value in identity.items() if _ONLY_CHOICES.get(key, ...) != value}
     if isinstance(data := identity.get("data"), Mapping):
         sections["data"] = data_without_newer_defaults(data)
     if isinstance(adapter := sections.get("adapter"), Mapping):
