@@ -118,5 +118,6 @@ def test_a_command_that_would_be_refused_is_noticed(command: str) -> None:
 
 
 def test_commands_are_read_from_blocks_of_a_page() -> None:
-    page = "```bash\nlmt runs   # all\nA=1 .venv/bin/lmt train c.yaml \\\n    x=1 > log && lmt diff a b | head\npip x\n```\nlmt no"
+    block = "lmt runs   # all\nA=1 .venv/bin/lmt train c.yaml \\\n    x=1 > log && lmt diff a b | head\npip x\n"
+    page = f"```bash\n{block}```\nlmt no"
     assert [*commands_of(page)] == ["lmt runs", ".venv/bin/lmt train c.yaml      x=1", "lmt diff a b"]

@@ -50,7 +50,7 @@ def workflows() -> list[Path]:
     return sorted((ROOT / ".github" / "workflows").glob("*.y*ml"))
 
 
-PUBLISHING = {"publish": {"id-token": "write"}, "describe": {"contents": "write"}}
+PUBLISHING = {"publish": {"id-token": "write", "attestations": "write"}, "describe": {"contents": "write"}}
 
 
 @pytest.mark.skipif(not workflows(), reason="an unpacked archive has no workflows")

@@ -47,7 +47,7 @@ def test_the_command_of_a_case_has_the_configuration_of_its_estimate(case: Case)
     ],
 )
 def test_the_estimates_are_current(case: Case) -> None:
-    """If not, `python -m docs.generate.speed` writes them again."""
+    """`python -m docs.generate.speed` writes them again."""
     assert estimate(case) == pytest.approx(read_estimates()[case.key], rel=0.01)
 
 
