@@ -25,6 +25,9 @@ def test_both_spellings_mean_the_same(case: str) -> None:
     if "rope_theta" in old:
         assert new["rope_parameters"]
     assert old["torch_dtype"] == "bfloat16"
+    # Version 5 writes its default number of modules that predict later tokens, although it saves none.
+    for name in {"num_nextn_predict_layers", "num_mtp_layers"} - old.keys():
+        new.pop(name, None)
     assert hf.config_from_hf(old) == hf.config_from_hf(json.loads(json.dumps(new, default=str)))
 
 
@@ -33,7 +36,7 @@ def test_every_family_is_among_them() -> None:
     # Both versions write its settings under the same names.
     model_types.remove("whisper")
     # transformers 4 does not have these.
-    model_types -= {"nanochat", "minicpm3"}
+    model_types -= {"nanochat", "minicpm3", "gemma4_text"}
     written = {config["model_type"] for config in WRITTEN_BY_4.values()}
     assert written == model_types, (
         f"{written ^ model_types}: add a case to make_transformers4.py, and run the commands at its top"

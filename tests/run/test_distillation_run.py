@@ -123,7 +123,7 @@ def test_teachers_of_other_tokens_are_refused(make_config: MakeConfig, in_tmp_pa
     # A teacher in Hugging Face format.
     assert run_here("export-hf", "base", "exported").returncode == 0
     exported = configuration(make_config, {"teacher": "exported"})
-    with pytest.raises(UserError, match=r"not that of loss\.teacher: exported: .*; write data\.tokenizer: exported$"):
+    with pytest.raises(UserError, match=r"not that of loss\.teacher: exported: .*: write data\.tokenizer: exported$"):
         find_teacher(exported, store, with_specials("<x>"), VOCAB)
     store.close()
     with pytest.raises(UserError, match=r"reads at most 32 tokens, but rows have 64; lower model\.seq_len"):
