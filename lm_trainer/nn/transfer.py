@@ -42,7 +42,8 @@ def forward_factors(spec: DecoderSpec, base: DecoderSpec, shallow_base: DecoderS
         attention scores            1 / d, not 1 / sqrt(d)  Yang et al. 2022 (arXiv 2203.03466), definition 4.1
         logits of a tied head       1 / m_N                 table 8 there; the weights of an untied head have it
 
-    A constant in the spec that depends on the size, such as a factor sqrt(hidden_dim) of embeddings, keeps the value of the base.
+    A constant in the spec that depends on the size, such as a factor sqrt(hidden_dim) of embeddings, keeps the value of
+    the base.
 
     Args:
         spec: the model.
