@@ -20,6 +20,8 @@ import pytest
 
 from tests.conftest import StartLmt, lmt_environment, run_here
 from tests.run.conftest import MakeConfig
+from tests.run.test_adapters import write_base
+from tests.run.test_preference_run import preference_changes
 
 SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
 STEPS = 48
@@ -238,3 +240,27 @@ def test_processes_with_unequal_numbers_of_microbatches_are_one_run(
     train_alone(config, tmp_path / "one", devices=1)
     train(config, tmp_path / "three", processes=3, devices=2)
     assert read_numbers(tmp_path / "three") == read_numbers(tmp_path / "one")
+
+
+@SLOW
+def test_predictions_of_a_frozen_model_are_gathered_from_all_processes(
+    make_config: MakeConfig, train: Train, in_tmp_path: Path
+) -> None:
+    write_base(Path("base"), seed=0)
+    changes = preference_changes({"type": "dpo", "precompute": True})
+    changes["trainer"] |= {"initialize_from": str(in_tmp_path / "base"), "num_train_steps": 3}
+    changes["data"] |= {
+        key: [str(in_tmp_path / f"{key.partition('_')[0]}.jsonl")] for key in ("train_urls", "validation_urls")
+    }
+    config = make_config(**changes)
+    train_alone(config, in_tmp_path / "one", devices=1)
+    # Each process then has rows that are no neighbours.
+    overrides = ("trainer.microbatches_per_gather=1",)
+    train(config, in_tmp_path / "two", processes=2, devices=1, overrides=overrides)
+    assert read_numbers(in_tmp_path / "two") == read_numbers(in_tmp_path / "one")
+    files = [
+        {path.relative_to(run): path.read_bytes() for path in run.glob("cache/*/frozen-*/**/*") if path.is_file()}
+        for run in (in_tmp_path / "one", in_tmp_path / "two")
+    ]
+    assert files[0] == files[1]
+    assert len(files[0]) == 6, "manifest, number of rows and a part, of training and held-out rows"

@@ -172,7 +172,7 @@ class _Predictor:
         plans = rows.plans.values
         facts = {
             "model": {"type": section.type, **section.model_dump(mode="json", exclude_unset=True)},
-            "weights": self.digest,
+            "weights": hash_frozen_params(self._params),
             "data": data.fingerprint(),
             "set": rows.name,
             "batches": [[start, asdict(plan)] for start, plan in zip(rows.plans.starts, plans, strict=True)],
