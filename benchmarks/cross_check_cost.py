@@ -59,7 +59,10 @@ def _measure_in_process(shape: str, devices: int, gather: str, pairs: int) -> li
     flags = f"--xla_force_host_platform_device_count={devices}"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return done.stdout.splitlines()[-1].split(" | ")
+    row = done.stdout.splitlines()[-1]
+    # An interrupted measurement leaves the rows so far.
+    print(row, file=sys.stderr)
+    return row.split(" | ")
 
 
 def measure(shape_name: str, devices: int, gather: str, pairs: int) -> list[str]:
