@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import typer
@@ -18,9 +18,8 @@ from docs.generate.speed import measuring_commands
 from tests.conftest import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-USAGE = typer.BadParameter.__base__
+USAGE = cast("type[Exception]", typer.BadParameter.__base__)
 """Base class of all refusals of a command line."""
-assert USAGE is not None
 
 
 def commands_of(text: str) -> Iterator[str]:

@@ -26,6 +26,11 @@ def arguments_on(
     return {"w": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)}, batch, scalar, scalar
 
 
+def batch_of(rows: int) -> Batch:
+    ids = np.ones((rows, 8), np.int32)
+    return Batch(ids, ids, np.ones((rows, 8), np.float32), ids, ids)
+
+
 @pytest.fixture
 def executable() -> tuple[PerGroupExecutable, list[int]]:
     """A compiled function on two devices, and a list that grows each time it is traced."""
@@ -36,7 +41,7 @@ def executable() -> tuple[PerGroupExecutable, list[int]]:
         return jnp.tanh(params["w"]).sum() * batch.weights.sum() + step + index
 
     executable = PerGroupExecutable(function, local_groups(build_mesh(MeshShape(), jax.devices()[:2])))
-    rows = Batch(*(np.empty((1, 8), x) for x in ("i4", "i4", "f4", "i4", "i4")))
+    rows = batch_of(1)
     executable.compile_for(lambda group: arguments_on(group, (4,), group.sharding(), rows))
     return executable, traced
 
@@ -61,7 +66,7 @@ def test_one_compilation_serves_all_groups_of_devices(model: int):
 
     groups = local_groups(build_mesh(MeshShape(model=model), jax.devices()[:8]))
     executable = PerGroupExecutable(function, groups, lambda group: group.sharding("model"))
-    rows = Batch(*(np.ones((2, 8), x) for x in ("i4", "i4", "f4", "i4", "i4")))
+    rows = batch_of(2)
     executable.compile_for(lambda group: arguments_on(group, (4, 6), group.sharding("model"), rows))
     assert len(traced) == 1
     w = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
