@@ -18,9 +18,8 @@ from docs.generate.speed import measuring_commands
 from tests.conftest import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-USAGE = typer.BadParameter.__base__
+(USAGE,) = typer.BadParameter.__bases__
 """Base class of all refusals of a command line."""
-assert USAGE is not None
 
 
 def commands_of(text: str) -> Iterator[str]:
