@@ -87,8 +87,9 @@ def build_training(config: RunConfig, rows: np.ndarray, steps: int) -> Callable[
         total, weight, _ = loss(model.merge(params), batch, None)
         return total / weight
 
+    # The text is an argument, because XLA takes long to fold constants.
     @jax.jit
-    def train(peak: jax.Array) -> jax.Array:
+    def train(peak: jax.Array, text: jax.Array, held_out: Batch) -> jax.Array:
         def step(index: jax.Array, carry: Any) -> Any:
             params, state = carry
             start = (index * size) % (text.shape[0] - size)
@@ -104,7 +105,7 @@ def build_training(config: RunConfig, rows: np.ndarray, steps: int) -> Callable[
         params, _ = jax.lax.fori_loop(0, steps, step, (initial, rule.init(initial)))
         return mean_loss(params, held_out)
 
-    return lambda peak: float(train(jnp.float32(peak)))
+    return lambda peak: float(train(jnp.float32(peak), text, held_out))
 
 
 def best_rate(losses: list[float]) -> float:

@@ -147,28 +147,31 @@ def _measure_changes(config: RunConfig, steps: int) -> dict[str, float]:
     rule = config.optimizer.build(params)
     batch = random_batch(config.trainer.batch_schedule.at(0), config.model.seq_len, vocab_size)
 
-    def take_step(constant: Params, trained: Params, state: optax.OptState) -> tuple[Params, optax.OptState]:
+    def take_step(
+        batch: Batch, constant: Params, trained: Params, state: optax.OptState
+    ) -> tuple[Params, optax.OptState]:
         def mean_loss(trained: Params) -> jax.Array:
             total, weight, _ = loss(model.merge({**constant, **trained}), batch, None)
             return total / weight
 
         value, grads = jax.value_and_grad(mean_loss)(trained)
-        scalars = {"loss": value, "grad_norm": optax.tree.norm(grads), "weight": jnp.float32(batch.weights.sum())}
+        scalars = {"loss": value, "grad_norm": optax.tree.norm(grads), "weight": jnp.asarray(batch.weights).sum()}
         rate = jnp.float32(config.optimizer.learning_rate)
         updates, state = rule.update(grads, state, trained, learning_rate=rate, **scalars)
         return optax.apply_updates(trained, updates), state  # pyright: ignore[reportReturnType]
 
+    # The batch is an argument, because XLA takes long to fold constants.
     @jax.jit
-    def measure() -> tuple[jax.Array, ...]:
+    def measure(batch: Batch) -> tuple[jax.Array, ...]:
         initial = model.init()
         constant = {name: x for name, x in initial.items() if name not in params}
         trained = {name: initial[name] for name in params}
-        body = lambda _, carry: take_step(constant, *carry)  # noqa: E731
+        body = lambda _, carry: take_step(batch, constant, *carry)  # noqa: E731
         after, _ = jax.lax.fori_loop(0, steps, body, (trained, rule.init(trained)))
         pairs = zip(_activations(model, initial, batch), _activations(model, {**constant, **after}, batch), strict=True)
         return tuple(jnp.sqrt(jnp.mean(jnp.square(new - old))) for old, new in pairs)
 
-    return dict(zip(ACTIVATIONS, map(float, measure()), strict=True))
+    return dict(zip(ACTIVATIONS, map(float, measure(batch)), strict=True))
 
 
 def _activations(model: ModelDef, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
