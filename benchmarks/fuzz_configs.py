@@ -261,9 +261,11 @@ def _deepseek_v3(draw: Draw) -> Fields:
 
 
 def _deepseek_v2(draw: Draw) -> Fields:
-    shared = draw.shared()
+    fields = {**draw.shared(), **draw.latent()}
     return {
-        **shared, **draw.latent(), **draw.grouped_experts(shared["num_hidden_layers"]),
+        **fields, **draw.grouped_experts(fields["num_hidden_layers"]),
+        # transformers takes multiples of the number of heads alone, though its heads have a size of their own.
+        "hidden_size": fields["num_attention_heads"] * draw.one(8, 12),
         "topk_method": draw.one("greedy", "group_limited_greedy"),
     }  # fmt: skip
 

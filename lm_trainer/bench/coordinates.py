@@ -35,9 +35,9 @@ from lm_trainer.step.state.model_def import ModelDef, Params
 
 ACTIVATIONS = ("embedding", "last layer", "logits")
 """Names of the activations: the inputs of the first layer, the results of the last one, and the logits."""
-FLAT = (-0.45, 0.25)
-"""Exponents that the verdict calls flat. Sums over random initial weights are a part of a change, which shrinks with
-the root of the size, so the lower bound is wider."""
+FLAT = (-0.6, 0.25)
+"""Exponents that the verdict calls flat. A part of a change is a sum over random initial weights, which shrinks with the
+root of the size: an exponent of -1/2, if after a few small steps nothing else counts. The lower bound is just below."""
 
 
 class Size(NamedTuple):

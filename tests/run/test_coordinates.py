@@ -66,7 +66,7 @@ def test_exponents_are_the_powers_of_width_and_depth() -> None:
     assert not result.is_flat
     assert describe_coordinates(result).rows[-1] == (
         "mup",
-        "not flat over widths and depths: exponents of -0.45 to 0.25 are",
+        "not flat over widths and depths: exponents of -0.6 to 0.25 are",
     )
     one_depth = Coordinates("mup", {size: dict.fromkeys(values, 1.0) for size in sizes if size.depth == 1})
     assert one_depth.exponents()["logits"] == pytest.approx({"width": 0.0}, abs=1e-9)
