@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
+import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -169,3 +171,21 @@ def quick_jit(function: Callable[..., Any], **options: Any) -> Any:
     import jax
 
     return jax.jit(function, compiler_options=_unoptimised(), **options)
+
+
+MAPS = Path("/proc/self/maps")
+"""One line for each piece of memory of this process; only Linux has it."""
+MOST_MAPS = 20_000
+"""Linux gives a process 65,530, and one file of tests takes up to 30,000."""
+
+
+def free_programs(most: int = MOST_MAPS) -> None:
+    """Frees compiled programs if there are many, each of which takes several pieces of memory.
+
+    Where Linux has no further piece for a program, XLA ends the process with a segmentation fault.
+    """
+    if (jax := sys.modules.get("jax")) is None or not MAPS.exists():
+        return
+    if len(MAPS.read_bytes().splitlines()) > most:
+        jax.clear_caches()
+        gc.collect()  # runs keep their programs in reference cycles

@@ -18,7 +18,7 @@ import pytest
 
 from lm_trainer.core.runtime import available_cores
 from tests.compile_cache import open_cache, seal_cache
-from tests.compiling import compile_quickly, flags_of_processes
+from tests.compiling import compile_quickly, flags_of_processes, free_programs
 from tests.warm_lmt import IGNORED, WarmLmt, WarmProcess
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -121,6 +121,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Lets LLVM optimise what tests that are marked `optimised` compile, and saves the time in all others."""
     optimised = item.config.getoption("--optimised") or any(item.get_closest_marker(name) for name in OPTIMISED)
     compile_quickly(not optimised)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or nextitem.path != item.path:
+        free_programs()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import typer
@@ -18,7 +18,7 @@ from docs.generate.speed import measuring_commands
 from tests.conftest import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-(USAGE,) = typer.BadParameter.__bases__
+USAGE = cast(type[Exception], typer.BadParameter.__bases__[0])
 """Base class of all refusals of a command line."""
 
 

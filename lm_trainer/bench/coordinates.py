@@ -36,8 +36,8 @@ from lm_trainer.step.state.model_def import ModelDef, Params
 ACTIVATIONS = ("embedding", "last layer", "logits")
 """Names of the activations: the inputs of the first layer, the results of the last one, and the logits."""
 FLAT = (-0.6, 0.25)
-"""Exponents that the verdict calls flat. A part of a change is a sum over random initial weights, which shrinks with the
-root of the size: an exponent of -1/2, if after a few small steps nothing else counts. The lower bound is just below."""
+"""Exponents that the verdict calls flat. A part of a change is a sum over random initial weights, which shrinks with
+the root of the size: its exponent is -1/2, and it is most of the change after a few small steps."""
 
 
 class Size(NamedTuple):
