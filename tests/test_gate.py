@@ -16,6 +16,7 @@ import zstandard
 from tests import compile_cache
 from tests.compile_cache import open_cache, seal_cache
 from tests.conftest import ROOT, SLOW_FILES, RunLmt, lmt_command, lmt_environment
+from tests.hangs import HANG_SECONDS
 from tests.record import record
 from tests.selection import ImportGraph, marked_files
 from tests.warm_lmt import WarmLmt
@@ -150,12 +151,12 @@ def test_warm_processes_have_their_own_devices_run_at_once_and_end_in_time(warm_
     with (tmp_path / "out").open("wb") as out:
         slow = warm_lmt.start(waiting, cwd=tmp_path, env=one, stdout=out, stderr=out)
         assert slow.poll() is None
-        assert warm_lmt.run(["--version"], cwd=tmp_path, env=three, timeout=60).returncode == 0
+        assert warm_lmt.run(["--version"], cwd=tmp_path, env=three, timeout=HANG_SECONDS).returncode == 0
         slow.kill()
         assert slow.wait() == slow.returncode == -signal.SIGKILL
     with pytest.raises(subprocess.TimeoutExpired):
         warm_lmt.run(waiting, cwd=tmp_path, env=one, timeout=0.1)
-    assert warm_lmt.run(["--bogus"], cwd=tmp_path, env=one, timeout=60).returncode == 2
+    assert warm_lmt.run(["--bogus"], cwd=tmp_path, env=one, timeout=HANG_SECONDS).returncode == 2
 
 
 IMPORTED = """

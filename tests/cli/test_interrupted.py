@@ -18,6 +18,7 @@ from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.tokenizer import TrainedBpe, train_bpe
 from lm_trainer.health.signals import InterruptHandler
 from tests.conftest import lmt_command, lmt_environment
+from tests.hangs import HANG_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def test_a_build_ends_at_once_and_goes_on_later(
         assert build.poll() is None, build.communicate()[1]
         time.sleep(0.02)
     os.killpg(build.pid, number)
-    _, errors = build.communicate(timeout=60)
+    _, errors = build.communicate(timeout=HANG_SECONDS)
     assert build.returncode == code, errors
     assert message in errors
     assert "Traceback" not in errors

@@ -14,6 +14,7 @@ from lm_trainer.data.tokenize import lock
 from lm_trainer.data.tokenize.build import Build, BuildOptions
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from tests.core.forks import start_fork
+from tests.hangs import HANG_SECONDS
 
 PART_BYTES = (20_000, 40_000)
 
@@ -25,8 +26,8 @@ def start_builder(corpus: Path, directory: Path, *, delay: float = 0.0, dead_sec
 
 def finish(builder: BaseProcess) -> None:
     """Waits until the process has ended well."""
-    builder.join(60)
-    assert builder.exitcode == 0
+    builder.join(HANG_SECONDS)
+    assert builder.exitcode == 0, "it failed, or hangs if it has no exit code"
 
 
 def one_per_file(config: DataConfig) -> list[Shard]:

@@ -35,6 +35,7 @@ from lm_trainer.run.training.data_notes import describe_build
 from tests.conftest import lmt_environment
 from tests.data.conftest import MakeBuild, contents
 from tests.data.program import start_builder
+from tests.hangs import HANG_SECONDS
 
 SEQ_LEN, BATCH, STEPS = 64, 8, 100
 ERAS = {"type": "era", "first": 16, "growth": 2, "largest": 64}
@@ -96,7 +97,7 @@ def open_growing(config: DataConfig) -> Data:
 
 
 def until(condition: Callable[[], object], description: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_SECONDS
     while not condition():
         assert time.monotonic() < deadline, description
         time.sleep(0.005)

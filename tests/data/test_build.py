@@ -24,6 +24,7 @@ from lm_trainer.data.tokenizer import TrainedBpe, train_bpe
 from lm_trainer.data.tokenizer.bytes import EOS_ID, ByteTokenizer
 from tests.data.conftest import MakeBuild, contents
 from tests.data.program import finish, start_builder
+from tests.hangs import HANG_SECONDS
 
 
 def tokens_of(build: Build) -> np.ndarray:
@@ -92,7 +93,7 @@ def test_kills_change_nothing_and_cost_no_committed_part(
     directory = tmp_path / "cache"
     for kill in range(4):
         builder = start_builder(corpus, directory, delay=0.02)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_SECONDS
         # Two more parts each time, so that every builder has committed something that the next one may lose.
         while len(list(directory.glob("parts/*.json"))) < 2 * (kill + 1) and time.monotonic() < deadline:
             time.sleep(0.005)

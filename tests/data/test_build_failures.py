@@ -29,6 +29,7 @@ from lm_trainer.data.tokenizer import TrainedBpe, train_bpe
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from tests.data.conftest import MakeBuild, contents
 from tests.data.program import Sleepy, start_builder
+from tests.hangs import HANG_SECONDS
 
 
 class TestBadRows:
@@ -322,7 +323,7 @@ class TestFailures:
     ) -> None:
         directory = tmp_path / "cache"
         builder = start_builder(corpus, directory, delay=0.2)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_SECONDS
         while not list(directory.glob("parts/*.json")) and time.monotonic() < deadline:
             time.sleep(0.01)
         waiting = make_build()

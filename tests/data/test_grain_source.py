@@ -21,6 +21,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig, open_data
 from lm_trainer.data.dataset import Data
 from tests.conftest import lmt_environment
+from tests.hangs import HANG_SECONDS
 
 PIPELINES = """
 import itertools
@@ -322,7 +323,7 @@ def test_worker_processes_give_the_same_batches_and_end_with_the_run(tmp_path: P
     assert len(pids) >= 2
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_SECONDS
     while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]

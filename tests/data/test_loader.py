@@ -28,6 +28,7 @@ from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from tests.conftest import lmt_environment
 from tests.data.conftest import MakeBuild
+from tests.hangs import HANG_SECONDS
 
 SEQ_LEN, BATCH, EOS = 48, 8, 256
 
@@ -346,6 +347,8 @@ def program(make_build: MakeBuild, tmp_path: Path) -> list[str]:
 
 def test_a_process_ends_though_its_iterator_was_never_closed(program: list[str]) -> None:
     started = time.monotonic()
-    done = subprocess.run(program, env=lmt_environment(), capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        program, env=lmt_environment(), capture_output=True, text=True, timeout=HANG_SECONDS, check=True
+    )
     assert done.stdout == "ready\n"
     assert time.monotonic() - started < 30

@@ -12,6 +12,7 @@ import pytest
 
 from lm_trainer.launch.supervise import find_free_address
 from tests.conftest import lmt_environment
+from tests.hangs import HANG_SECONDS
 
 PROCESS = """
 import os, sys, time
@@ -47,7 +48,7 @@ def test_a_suspended_process_is_waited_for_and_a_killed_one_is_named() -> None:
         assert [process.poll() for process in processes] == [None] * 3
         os.kill(killed.pid, signal.SIGKILL)
         for process in (first, other):
-            _, errors = process.communicate(timeout=20)
+            _, errors = process.communicate(timeout=HANG_SECONDS)
             assert process.returncode == 1
             assert "error: process 1 of 3 (" in errors
             assert f"pid {killed.pid}) is gone: it was killed, or its machine was lost" in errors

@@ -19,6 +19,7 @@ from lm_trainer.core.bucket import Bucket
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.lease import Lease
 from lm_trainer.core.process_id import ProcessId
+from tests.hangs import HANG_SECONDS
 from tests.object_storage.conditional_gcs import conditional_gcs
 from tests.object_storage.servers import run_s3_server, use_server
 
@@ -98,7 +99,7 @@ def test_who_lost_it_is_told_and_does_not_delete_that_of_the_other(bucket: Bucke
     with Lease(bucket) as lease:
         lease.check()
         write_other_lock(bucket)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + HANG_SECONDS
         while lease._lost is None and time.monotonic() < deadline:
             time.sleep(0.05)
         with pytest.raises(MachineError, match=r"taken over by process .* on elsewhere"):

@@ -22,6 +22,7 @@ from lm_trainer.parallel import connect
 from lm_trainer.parallel.distributed import DistributedConfig
 from tests.conftest import lmt_environment
 from tests.core.forks import start_fork
+from tests.hangs import HANG_SECONDS
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_a_connected_process_hears_stop_signals(number: signal.Signals, tmp_path
     """JAX could replace the handlers when it connects."""
     written = tmp_path / "requested"
     process = start_fork(connect_and_stop, int(number), find_free_address(), written)
-    process.join(60)
+    process.join(HANG_SECONDS)
     assert written.read_text() == number.name
 
 
@@ -134,4 +135,4 @@ def test_a_process_that_waits_for_others_can_be_stopped(number: signal.Signals, 
             assert line, "it ended by itself"
         process.send_signal(number)
         assert f"stopped by {number.name} before the first step" in process.stdout.read()
-        assert process.wait(timeout=60) == 75
+        assert process.wait(timeout=HANG_SECONDS) == 75

@@ -19,6 +19,7 @@ from lm_trainer.health.signals import StopRequest
 from lm_trainer.run.trainer import Trainer
 from lm_trainer.run.weights.saved_state import save_state
 from tests.conftest import lmt_environment
+from tests.hangs import HANG_SECONDS
 from tests.run.own_model import OPTIMIZER, Bigrams, loss, settings
 
 
@@ -72,7 +73,7 @@ with StopRequest() as stop:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=0.3)
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 128 + signal.SIGINT
+        assert process.wait(timeout=HANG_SECONDS) == 128 + signal.SIGINT
 
 
 def test_a_signal_that_a_forked_process_gets_too_counts_once() -> None:
@@ -98,7 +99,7 @@ with StopRequest() as stop:
         assert process.stdout is not None
         process.stdout.readline()
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=HANG_SECONDS) == 0
         assert process.stdout.read() == "SIGINT\n"
 
 

@@ -32,6 +32,7 @@ from lm_trainer.run.train import train
 from lm_trainer.run.weights.open_model import open_model
 from lm_trainer.trackers import Progress
 from tests.conftest import lmt_environment
+from tests.hangs import HANG_SECONDS
 
 pytestmark = pytest.mark.optimised
 
@@ -119,7 +120,7 @@ class Killed(Progress):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if step < 2:
             return
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_SECONDS
         while not list_steps(Path("checkpoints/killed")) and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.hangs import HANG_SECONDS
 from tests.run.conftest import MakeConfig, write_config
 from tests.run.test_processes import find_process, read_numbers, start_launcher, train_alone
 
@@ -176,4 +177,4 @@ def test_a_second_signal_ends_all_at_once(launch: Launch, tmp_path: Path) -> Non
     time.sleep(1.2)
     launcher.send_signal(signal.SIGTERM)
     os.kill(stopped, signal.SIGCONT)
-    assert launcher.wait(timeout=60) == 128 + signal.SIGTERM, read_output(tmp_path)
+    assert launcher.wait(timeout=HANG_SECONDS) == 128 + signal.SIGTERM, read_output(tmp_path)
