@@ -22,7 +22,10 @@ def with_mismatched_answers(batch: Batch) -> Batch:
     moved = jax.vmap(_mismatch_row)(tokens, targets, weights, pair_of_position(batch))
     padding_BS = segments < 0
     original = (tokens, targets, weights, positions, segments)
-    return Batch(*(jnp.where(padding_BS, old, new) for old, new in zip(original, moved, strict=True)))
+    tokens, targets, weights, positions, segments = (
+        jnp.where(padding_BS, old, new) for old, new in zip(original, moved, strict=True)
+    )
+    return Batch(tokens, targets, weights, positions, segments)
 
 
 def _mismatch_row(

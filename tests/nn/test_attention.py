@@ -74,7 +74,9 @@ def test_scale_is_the_root_of_the_head_size_and_optionally_the_layer():
 def test_the_first_token_of_a_segment_sees_itself_alone():
     module = built(lambda: Attention(SPEC, 16, init=make_init()))
     x = np.random.default_rng(1).standard_normal((B, S, 16)).astype(np.float32)
-    program = jax.jit(lambda x: (module(x, context(SEGMENTS, SPEC), 0)[0], module.out(module.v(x))))
+    values = module.v
+    assert values is not None
+    program = jax.jit(lambda x: (module(x, context(SEGMENTS, SPEC), 0)[0], module.out(values(x))))
     out, itself = map(np.asarray, program(x))
     np.testing.assert_allclose(out[:, 0], itself[:, 0], atol=1e-5)
     np.testing.assert_allclose(out[0, 4], itself[0, 4], atol=1e-5)
@@ -87,6 +89,7 @@ def test_upcast_keeps_scores_in_float32():
         spec = dataclasses.replace(SPEC, scores=ScoreSpec(upcast=upcast))
         module = built(lambda spec=spec: Attention(spec, N * H, init=make_init(2.0)))
         weight_of(module.out)[...] = jnp.eye(N * H).reshape(N, H, N * H)
+        assert module.v is not None
         q, k, v = (np.asarray(linear(x), np.float32) for linear in (module.q, module.k, module.v))
         exact = brute_force(q / math.sqrt(H), k, v, SEGMENTS).reshape(B, S, N * H)
         errors[upcast] = (

@@ -156,7 +156,7 @@ def test_an_optimizer_that_differentiates_twice_takes_xla(monkeypatch):
     def estimate(backend: Backend, tokens_BS: jax.Array) -> Any:
         block = BlockSpec(AttentionSpec(1, 8, scores=ScoreSpec(backend=backend)), MlpSpec(8))
         model = Decoder(DecoderSpec(16, 8, 128, (block,)), rngs=nnx.Rngs(0))
-        batch = Batch(*(tokens_BS,) * 5)
+        batch = Batch(tokens_BS, tokens_BS, tokens_BS, tokens_BS, tokens_BS)
 
         def loss(model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array]:
             del key

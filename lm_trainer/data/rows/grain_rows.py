@@ -81,7 +81,10 @@ class GrainRows:
         if all(set(row) == {"tokens"} for row in rows):
             tokens_BT = np.stack([row["tokens"] for row in rows])
             return make_batch(tokens_BT, np.full(len(rows), self.seq_len + 1), self._eos_id)
-        return Batch(*(np.stack([self._check_field(row, name) for row in rows]) for name in _TYPES))
+        tokens, targets, weights, positions, segments = (
+            np.stack([self._check_field(row, name) for row in rows]) for name in _TYPES
+        )
+        return Batch(tokens, targets, weights, positions, segments)
 
     def token_runs(self, row: int) -> list[tuple[int, int]]:
         del row

@@ -257,8 +257,10 @@ class PackedRows:
             mask = np.zeros(size, np.int32)
             self.stream.loss_mask.copy(starts_P + 1, lengths_P, mask, offsets_P)
             weights *= (mask & IN_LOSS) != 0
-        shaped = [array.reshape(-1, seq_len) for array in (tokens, targets, weights, positions, segments)]
-        return Batch(*shaped)
+        tokens, targets, weights, positions, segments = (
+            array.reshape(-1, seq_len) for array in (tokens, targets, weights, positions, segments)
+        )
+        return Batch(tokens, targets, weights, positions, segments)
 
     def stream_positions(self, rows_B: np.ndarray) -> np.ndarray:
         """Returns the position in the stream of each input: int64 [B, S].
