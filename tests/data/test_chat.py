@@ -20,9 +20,10 @@ from lm_trainer.data.tokenizer import HfTokenizer, Pretrained
 from lm_trainer.data.tokenizer.bytes import EOS_ID
 from lm_trainer.data.tokenizer.hf import load_pretrained
 from lm_trainer.generate.chat import Chat
+from lm_trainer.generate.questions import Questions
 from lm_trainer.generate.text import Sampling
 from lm_trainer.models.gpt2 import Gpt2Config
-from tests.data.test_formats import encode, open_records, with_specials
+from tests.data.test_formats import encode, open_records, with_bos, with_specials
 
 CHATML = (
     "{% for message in messages %}"
@@ -378,3 +379,28 @@ class TestUse:
             assert list(chat.answer("a <|im_end|>?")) == ["b"]
         assert row[: len(asked[0])] == asked[0]
         assert tokenizer.decode_all(row[len(asked[0]) :]) == "b<|im_end|>\n"
+
+    @pytest.mark.parametrize("start", ["", "<s>"])
+    def test_only_the_template_writes_the_token_for_the_beginning(self, start: str, tmp_path: Path) -> None:
+        template = (
+            start
+            + "{% for m in messages %}[{{ m.role }}]{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+            "{% if add_generation_prompt %}[assistant]{% endif %}"
+        )
+        tokenizer = with_bos(chat_template=template)
+        assert tokenizer.bos_id is not None
+        asked = Questions(tokenizer).encode_question("a <|im_end|>?")
+        row = list(encode(ChatFormat(), {"messages": self.MESSAGES}, tokenizer).ids)
+        assert row[: len(asked)] == asked
+        assert asked.count(tokenizer.bos_id) == bool(start)
+        transformers = pytest.importorskip("transformers")
+        tokenizer.save(tmp_path)
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+            self.MESSAGES[:1], add_generation_prompt=True, return_dict=False
+        )
+        assert theirs == asked
+
+    def test_a_template_that_writes_nothing_is_named(self) -> None:
+        silent = with_bos(chat_template="{% generation %}{{ messages[0].none or '' }}{% endgeneration %}")
+        with pytest.raises(UserError, match="the chat template writes nothing of the conversation"):
+            Questions(silent).encode_question("a")

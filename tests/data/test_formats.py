@@ -34,6 +34,21 @@ def with_specials(*names: str, eos: str = "<|endoftext|>", **settings: str) -> H
     return HfTokenizer(json.dumps(content), settings, eos_token=eos)
 
 
+def with_bos(**settings: str) -> HfTokenizer:
+    """The bytes, whose texts begin with the token <s>."""
+    content = json.loads(CONTENT)
+    content["added_tokens"].append({**content["added_tokens"][0], "id": EOS_ID + 1, "content": "<s>"})
+    parts = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    special = {"<s>": {"id": "<s>", "ids": [EOS_ID + 1], "tokens": ["<s>"]}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": parts,
+        "pair": parts,
+        "special_tokens": special,
+    }
+    return HfTokenizer(json.dumps(content), settings, eos_token="<|endoftext|>")
+
+
 def encode(format: Any, record: dict[str, Any], tokenizer: Any) -> EncodedDocument:
     prepared = format.prepare(Row(0, "here", "", record=record))
     (document,) = format.encode([prepared.value], tokenizer)
