@@ -82,7 +82,7 @@ def generate(
     import dataclasses
 
     from lm_trainer.core.terminal import json_line
-    from lm_trainer.generate.text import Sampling, continue_texts, read_prompts, stream_text
+    from lm_trainer.generate.text import Sampling, continue_prompts, encode_prompts, read_prompts, stream_text
     from lm_trainer.run.weights.open_model import local_devices, open_model
 
     # Reads programs that an earlier call compiled. Compilation is most of the time to the first token.
@@ -98,24 +98,23 @@ def generate(
     )
     if logprobs and not json_lines:
         raise UserError("--logprobs: log probabilities are a part of --json; write it as well")
-    prompts = read_prompts(prompt or [], prompt_file or [])
+    texts = read_prompts(prompt or [], prompt_file or [])
     if chat and not (prompt or prompt_file):
         raise UserError("--apply-chat-template: there is nothing to answer; write --prompt or --prompt-file")
     data = DataTrace(model) if trace else None
     chosen = local_devices(devices)
     source = open_model(model, step=step, devices=chosen)
     print_generation_note(source)
-    if len(prompts) == num_samples == 1 and not json_lines and data is None:
-        pieces = stream_text(source, prompts[0], sampling, stop=stop or (), chat=chat, devices=chosen)
+    prompts = encode_prompts(source, texts, chat=chat)
+    if len(texts) == num_samples == 1 and not json_lines and data is None:
+        pieces = stream_text(source, prompts, sampling, stop=stop or (), devices=chosen)
         first = next(pieces, "")
-        for piece in itertools.chain([first if chat else prompts[0] + first], pieces):
+        for piece in itertools.chain([first if chat else texts[0] + first], pieces):
             clean.echo(piece, nl=False)
             sys.stdout.flush()
         clean.echo()
         return
-    samples = continue_texts(
-        source, prompts, sampling, num_samples=num_samples, stop=stop or (), chat=chat, devices=chosen
-    )
+    samples = continue_prompts(source, prompts, sampling, num_samples=num_samples, stop=stop or (), devices=chosen)
     for index, sample in enumerate(samples):
         if json_lines:
             spans = {} if data is None else {"trace": data.find_spans(sample.tokens)}

@@ -94,6 +94,46 @@ def _read_prompt_file(path: Path) -> str:
         raise UserError(f"--prompt-file {path}: not UTF-8 at byte {error.start}") from None
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts as token ids."""
+
+    texts: Sequence[str]
+    ids: Sequence[list[int]]
+    """Token ids of each text."""
+    end_ids: tuple[int, ...]
+    """Tokens that end a continuation."""
+
+
+def encode_prompts(source: TextModel, texts: Sequence[str], *, chat: bool = False) -> Prompts:
+    """Encodes prompts for a model.
+
+    Args:
+        source: the model.
+        texts: texts to continue, or to answer.
+        chat: True if the texts are messages of the user, which the chat template formats.
+
+    Raises:
+        UserError: if a prompt is longer than the model's context, or there is no chat template that takes it.
+    """
+    end_ids = source.end_ids
+    if chat:
+        from lm_trainer.generate.questions import Questions
+
+        questions = Questions(source.tokenizer)
+        rows, end_ids = [questions.encode_question(text) for text in texts], (*end_ids, *questions.end_ids)
+    else:
+        rows = [encode_prompt(source.tokenizer, text) for text in texts]
+    context = source.config.seq_len
+    for text, ids in zip(texts, rows, strict=True):
+        if len(ids) > context:
+            start = text if len(text) <= 40 else text[:40] + "..."
+            raise UserError(
+                f"the prompt {start!r} has {len(ids)} tokens, but the model's context is {context}; shorten it"
+            )
+    return Prompts(texts, rows, end_ids)
+
+
 def continue_texts(
     source: TextModel,
     prompts: Sequence[str],
@@ -101,24 +141,36 @@ def continue_texts(
     *,
     num_samples: int = 1,
     stop: Sequence[str] = (),
-    chat: bool = False,
     devices: Sequence[Any] | None = None,
 ) -> Iterator[Sample]:
     """Yields `num_samples` continuations of each prompt, in order.
 
     Args:
         source: the model.
-        prompts: texts to continue, or to answer.
+        prompts: texts to continue.
         sampling: end conditions and sampling settings.
         num_samples: number of continuations per prompt.
         stop: texts that end a continuation, in addition to the model's own. They are not included in it.
-        chat: True if prompts are messages of the user, which the chat template formats; continuations are then answers.
         devices: as for `TextModel.build`.
 
     Raises:
-        UserError: if `num_samples` is below 1, a text in `stop` is empty, a prompt is longer than the model's context,
-            or the tokenizer has no chat template that takes it.
+        UserError: if `num_samples` is below 1, a text in `stop` is empty, or a prompt is longer than the model's
+            context.
     """
+    encoded = encode_prompts(source, prompts)
+    yield from continue_prompts(source, encoded, sampling, num_samples=num_samples, stop=stop, devices=devices)
+
+
+def continue_prompts(
+    source: TextModel,
+    prompts: Prompts,
+    sampling: Sampling,
+    *,
+    num_samples: int = 1,
+    stop: Sequence[str] = (),
+    devices: Sequence[Any] | None = None,
+) -> Iterator[Sample]:
+    """Like `continue_texts`, for prompts that `encode_prompts` has encoded for this model."""
     # Imported here because it imports JAX, which some users of this module do not need.
     from lm_trainer.generate.engine import generate_stream
     from lm_trainer.generate.layout import to_decoding_layout
@@ -126,21 +178,19 @@ def continue_texts(
     if num_samples < 1:
         raise UserError(f"--num-samples {num_samples}: must be at least 1")
     _check_stop(stop)
-    stop = (*stop, *source.stop_texts)
-    tokenizer, (encoded, end_ids) = source.tokenizer, _encode_prompts(source, prompts, chat=chat)
-    rows = [row for pair in zip(prompts, encoded, strict=True) for row in [pair] * num_samples]
+    stop, tokenizer = (*stop, *source.stop_texts), source.tokenizer
+    rows = [row for pair in zip(prompts.texts, prompts.ids, strict=True) for row in [pair] * num_samples]
     # All rows together, because a batch takes little longer than one row.
     *_, outputs = generate_stream(
         to_decoding_layout(source.build(devices), sampling.dtype),
         [ids for _, ids in rows],
-        replace(sampling, eos_id=end_ids),
+        replace(sampling, eos_id=prompts.end_ids),
         stop=lambda _, tokens: truncate_at_stop(tokenizer.decode(tokens), stop)[1],
         chunk=CHUNK if stop else sampling.max_new_tokens,
     )
     for (prompt, ids), continuation in zip(rows, outputs, strict=True):
-        end = _end_index(continuation.tokens, end_ids)
-        tokens = list(continuation.tokens[:end])
-        text, tokens, stopped = _decode_continuation(tokenizer, ids, tokens, stop)
+        end = _end_index(continuation.tokens, prompts.end_ids)
+        text, tokens, stopped = _decode_continuation(tokenizer, ids, list(continuation.tokens[:end]), stop)
         finish = "stop" if stopped else "length" if end is None else "document_end"
         log_probs = continuation.log_probs[: len(tokens)] if continuation.log_probs else None
         yield Sample(prompt, text, tokens, finish, log_probs)
@@ -148,22 +198,20 @@ def continue_texts(
 
 def stream_text(
     source: TextModel,
-    prompt: str,
+    prompts: Prompts,
     sampling: Sampling,
     *,
     stop: Sequence[str] = (),
-    chat: bool = False,
     devices: Sequence[Any] | None = None,
 ) -> Iterator[str]:
-    """Yields the continuation of one prompt piece by piece. Arguments and errors are as for `continue_texts`."""
+    """Yields the continuation of a single prompt piece by piece. Arguments and errors are as for `continue_texts`."""
     from lm_trainer.generate.engine import generate_stream
     from lm_trainer.generate.layout import to_decoding_layout
 
     _check_stop(stop)
-    stop = (*stop, *source.stop_texts)
-    (ids,), end_ids = _encode_prompts(source, [prompt], chat=chat)
-    settings = replace(sampling, eos_id=end_ids)
+    stop, settings = (*stop, *source.stop_texts), replace(sampling, eos_id=prompts.end_ids)
     model = to_decoding_layout(source.build(devices), settings.dtype)
+    (ids,) = prompts.ids
     yield from stream_tokens(generate_stream, model, source.tokenizer, ids, settings, stop=stop)
 
 
@@ -229,28 +277,6 @@ def _stable_length(text: str, stop: Sequence[str]) -> int:
 def _check_stop(stop: Sequence[str]) -> None:
     if "" in stop:
         raise UserError("--stop '': an empty text would end everything; leave it away")
-
-
-def _encode_prompts(
-    source: TextModel, prompts: Sequence[str], *, chat: bool
-) -> tuple[list[list[int]], tuple[int, ...]]:
-    """Returns the token ids of each prompt, and the tokens that end a continuation."""
-    tokenizer, end_ids = source.tokenizer, source.end_ids
-    if chat:
-        from lm_trainer.generate.questions import Questions
-
-        questions = Questions(tokenizer)
-        rows, end_ids = [questions.encode_question(prompt) for prompt in prompts], (*end_ids, *questions.end_ids)
-    else:
-        rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    context = source.config.seq_len
-    for prompt, ids in zip(prompts, rows, strict=True):
-        if len(ids) > context:
-            start = prompt if len(prompt) <= 40 else prompt[:40] + "..."
-            raise UserError(
-                f"the prompt {start!r} has {len(ids)} tokens, but the model's context is {context}; shorten it"
-            )
-    return rows, end_ids
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:

@@ -18,7 +18,6 @@ from lm_trainer.data.rows.pair_packing import pack_pairs
 from lm_trainer.data.sources import Row
 from lm_trainer.data.sources.embedded_pairs import EmbeddedPairs
 from lm_trainer.data.sources.in_memory import InMemory
-from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.data.tokenizer.bytes import EOS_ID, ByteTokenizer
 from tests.conftest import RunLmt
 from tests.data.test_chat import CHATML
