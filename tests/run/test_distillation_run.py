@@ -128,7 +128,7 @@ def test_teachers_of_other_tokens_are_refused(make_config: MakeConfig, in_tmp_pa
     store.close()
     with pytest.raises(UserError, match=r"reads at most 32 tokens, but rows have 64; lower model\.seq_len"):
         configuration(make_config, {}, model={"seq_len": 64})
-    with pytest.raises(UserError, match="no run"):
+    with pytest.raises(UserError, match=r"^loss\.teacher: nobody: no run"):
         configuration(make_config, {"teacher": "nobody"})
 
 

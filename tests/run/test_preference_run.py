@@ -14,6 +14,7 @@ from lm_trainer.checkpoint.store import CheckpointStore
 from lm_trainer.config.loader import load
 from lm_trainer.core.errors import ConfigError, UserError
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
+from lm_trainer.objectives import DpoConfig
 from lm_trainer.run.build.model import loss_function, trace_model
 from lm_trainer.run.build.setup import TrainingSetup, plan_training
 from lm_trainer.run.config.run_config import RunConfig, changed_keys, config_hash, numeric_identity
@@ -132,6 +133,9 @@ def test_the_reference_is_the_start_and_stays(make_config: MakeConfig, in_tmp_pa
         find_reference(config, store, with_specials("<x>"), VOCAB)
     with pytest.raises(UserError, match=f"other predicts {VOCAB} tokens, but the trained model has {VOCAB + 7} rows"):
         find_reference(config, store, ByteTokenizer(), VOCAB + 7)
+    missing = config.model_copy(update={"loss": DpoConfig(reference="nobody")})
+    with pytest.raises(UserError, match=r"^loss\.reference: nobody: no run of this name"):
+        find_reference(missing, store, ByteTokenizer(), VOCAB)
     store.close()
 
 

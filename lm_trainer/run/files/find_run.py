@@ -111,12 +111,13 @@ def run_start_directory(run_dir: Path, log_dir: str) -> Path:
     return run_dir.parents[len(logs.parts)] if below else Path.cwd()
 
 
-def find_checkpoints(run: str | StoragePath) -> tuple[StoragePath, int | None]:
+def find_checkpoints(run: str | StoragePath, key: str | None = None) -> tuple[StoragePath, int | None]:
     """Finds a checkpoint directory, and returns it together with the step if `run` names one.
 
     Args:
         run: a run ID, a run directory (`logs/ID`), a checkpoint directory (`checkpoints/ID`, `s3://BUCKET/ID`) or one
             step in it.
+        key: key of the configuration that names `run`, for the message.
 
     Raises:
         UserError: if there are no such checkpoints (the message lists existing runs), or if a URL does not refer to a
@@ -135,7 +136,8 @@ def find_checkpoints(run: str | StoragePath) -> tuple[StoragePath, int | None]:
         if (candidate / "config.yaml").is_file():
             return candidate, None
     hint = _list_runs_here("config.yaml", *logs, _CHECKPOINTS)
-    raise UserError(f"{run}: no run of this name, and no run or checkpoint directory{hint}")
+    named = run if key is None else f"{key}: {run}"
+    raise UserError(f"{named}: no run of this name, and no run or checkpoint directory{hint}")
 
 
 def find_checkpoints_of_run(run_dir: Path) -> StoragePath:
