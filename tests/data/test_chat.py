@@ -126,6 +126,37 @@ class TestChat:
         assert document.loss_mask is not None
         return tokenizer.decode([int(i) for i in np.asarray(document.ids)[document.loss_mask]])
 
+    def test_reasoning_and_calls_of_tools_count_as_in_transformers(self, chatml: HfTokenizer, tmp_path: Path) -> None:
+        template = CHATML.replace(
+            "{{ message.content }}<|im_end|>{% endgeneration %}",
+            "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+            "{{ message.content or '' }}"
+            "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+            "<|im_end|>{% endgeneration %}",
+        )
+        call = {"type": "function", "function": {"name": "look", "arguments": {"for": "rain"}}}
+        messages = [
+            {"role": "user", "content": "Rain?"},
+            {"role": "assistant", "content": None, "reasoning_content": "I look. <|im_end|>", "tool_calls": [call]},
+            {"role": "tool", "content": "no"},
+            {"role": "assistant", "content": "No.", "reasoning_content": "dry"},
+            {"role": "assistant", "content": "", "reasoning_content": "only thought"},
+        ]
+        document = encode(ChatFormat(chat_template=template), {"messages": messages}, chatml)
+        text = chatml.decode_all(list(document.ids))
+        assert "<think>I look. <|im_end|></think>" in text
+        assert chatml.decode_all(np.asarray(document.ids)[document.loss_mask].tolist()).count("</think>") == 3
+        # transformers takes the name of a special token inside of a message for the token.
+        messages[1]["reasoning_content"] = "I look."
+        document = encode(ChatFormat(chat_template=template), {"messages": messages}, chatml)
+        transformers = pytest.importorskip("transformers")
+        chatml.save(tmp_path)
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+            messages, chat_template=template, return_assistant_tokens_mask=True, return_dict=True
+        )
+        assert list(document.ids) == theirs["input_ids"]
+        assert np.asarray(document.loss_mask).astype(int).tolist() == theirs["assistant_masks"]
+
     def test_turns_are_masked_by_a_field_or_all_but_the_last(self, chatml: HfTokenizer) -> None:
         turns = [(role, text) for number in "12" for role, text in (("user", "q"), ("assistant", f"answer {number}."))]
         messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in turns]

@@ -61,15 +61,27 @@ def train_on(config: RunConfig, devices: int) -> tuple[list[dict[str, float]], d
     return train(config, plan(config, devices))
 
 
-@pytest.mark.slow
-def test_bits_are_the_same_on_any_number_of_devices(make_config: MakeConfig, in_tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("gather", "numbers"),
+    [
+        pytest.param("model", (3,), marks=pytest.mark.slow),
+        pytest.param("model", (2, 4, 8), marks=pytest.mark.exhaustive),
+        pytest.param("layer", (2, 3, 4, 8), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_bits_are_the_same_on_any_number_of_devices(
+    gather: str, numbers: tuple[int, ...], make_config: MakeConfig, in_tmp_path: Path
+) -> None:
     teacher = write_base(Path("base"), seed=0)
-    config = configuration(make_config, {"weight": 0.7, "temperature": 2.0, "top_k": 20})
-    (metrics, params), (other_metrics, other_params) = (train_on(config, devices) for devices in (1, 4))
+    loss, keys = {"weight": 0.7, "temperature": 2.0, "top_k": 20}, {"gather": gather, "elastic_shards": 8}
+    config = configuration(make_config, loss, trainer=keys)
+    metrics, params = train_on(config, 1)
     assert metrics[-1]["loss"] < metrics[0]["loss"]
-    assert other_metrics == metrics
-    for name, x in params.items():
-        np.testing.assert_array_equal(x, other_params[name], err_msg=name)
+    for devices in numbers:
+        other_metrics, other_params = train_on(config, devices)
+        assert other_metrics == metrics
+        for name, x in params.items():
+            np.testing.assert_array_equal(x, other_params[name], err_msg=name)
     for name, x in teacher.items():
         np.testing.assert_array_equal(params[f"reference.{name}"], x)
 

@@ -96,21 +96,26 @@ REPRESENTATIVES = ("dpo-lora", "kto")
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "numbers"),
     [
-        pytest.param(name, marks=pytest.mark.slow if name in REPRESENTATIVES else pytest.mark.exhaustive)
-        for name in LOSSES
+        *(pytest.param(name, (3,), marks=pytest.mark.slow) for name in REPRESENTATIVES),
+        *(pytest.param(name, (2, 4, 8), marks=pytest.mark.exhaustive) for name in REPRESENTATIVES),
+        *(pytest.param(n, (2, 3, 4, 8), marks=pytest.mark.exhaustive) for n in LOSSES if n not in REPRESENTATIVES),
     ],
 )
-def test_bits_are_the_same_on_any_number_of_devices(name: str, make_config: MakeConfig, in_tmp_path: Path) -> None:
+def test_bits_are_the_same_on_any_number_of_devices(
+    name: str, numbers: tuple[int, ...], make_config: MakeConfig, in_tmp_path: Path
+) -> None:
     loss, changes = LOSSES[name]
     write_base(Path("base"), seed=0)
-    results = (train_on(configuration(make_config, loss, **changes), devices) for devices in (1, 4))
-    (metrics, params), (other_metrics, other_params) = results
+    config = configuration(make_config, loss, **changes, trainer={"elastic_shards": 8})
+    metrics, params = train_on(config, 1)
     assert metrics[-1]["loss"] < metrics[0]["loss"]
-    assert other_metrics == metrics
-    for name, x in params.items():
-        np.testing.assert_array_equal(x, other_params[name], err_msg=name)
+    for devices in numbers:
+        other_metrics, other_params = train_on(config, devices)
+        assert other_metrics == metrics
+        for name, x in params.items():
+            np.testing.assert_array_equal(x, other_params[name], err_msg=name)
 
 
 @pytest.mark.slow
@@ -155,17 +160,18 @@ def test_other_programs_compute_the_same_loss(trainer: Any, make_config: MakeCon
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["dpo", "dpo-lora"])
 def test_one_layer_at_a_time(name: str, make_config: MakeConfig, in_tmp_path: Path) -> None:
-    """The same loss with a reference of its own and with the base of an adapter, and the same bits on two devices."""
+    """The same loss with a reference of its own and with the base of an adapter, and the same bits on any devices."""
     loss, changes = LOSSES[name]
     write_base(Path("base"), seed=0)
     expected, _ = train_on(configuration(make_config, loss, **changes), 1)
-    config = configuration(make_config, loss, **changes, trainer={"gather": "layer"})
+    config = configuration(make_config, loss, **changes, trainer={"gather": "layer", "elastic_shards": 8})
     metrics, params = train_on(config, 1)
     for of_step, like in zip(metrics, expected, strict=True):
         assert of_step == {name: pytest.approx(x, rel=1e-4, abs=1e-5) for name, x in like.items()}
-    other_metrics, other_params = train_on(config, 2)
-    assert other_metrics == metrics
-    jax.tree.map(np.testing.assert_array_equal, other_params, params)
+    for devices in (2, 3, 4, 8):
+        other_metrics, other_params = train_on(config, devices)
+        assert other_metrics == metrics
+        jax.tree.map(np.testing.assert_array_equal, other_params, params)
 
 
 @pytest.mark.slow

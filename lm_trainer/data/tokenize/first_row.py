@@ -49,8 +49,8 @@ def _notes_of_build(build: Build) -> list[str]:
     if example is not None:
         named = " and ".join(map(repr, unread))
         notes.append(
-            f"note: {build.name}: records also have text under {named}, which is not read. The model will see the first "
-            f"of them as follows; what counts in the loss is between ⟦ and ⟧:\n{example}"
+            f"note: {build.name}: records also have text under {named}, which is not read. The model will see the "
+            f"first of them as follows; what counts in the loss is between ⟦ and ⟧:\n{example}"
         )
     return notes
 
