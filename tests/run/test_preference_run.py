@@ -163,13 +163,16 @@ def test_one_layer_at_a_time(name: str, make_config: MakeConfig, in_tmp_path: Pa
     """The same loss with a reference of its own and with the base of an adapter, and the same bits on any devices."""
     loss, changes = LOSSES[name]
     write_base(Path("base"), seed=0)
-    expected, _ = train_on(configuration(make_config, loss, **changes), 1)
-    config = configuration(make_config, loss, **changes, trainer={"gather": "layer", "elastic_shards": 8})
-    metrics, params = train_on(config, 1)
+    whole, layered = (
+        configuration(make_config, loss, **changes, trainer={"gather": gather, "elastic_shards": 8})
+        for gather in ("model", "layer")
+    )
+    expected, _ = train_on(whole, 1)
+    metrics, params = train_on(layered, 1)
     for of_step, like in zip(metrics, expected, strict=True):
         assert of_step == {name: pytest.approx(x, rel=1e-4, abs=1e-5) for name, x in like.items()}
     for devices in (2, 3, 4, 8):
-        other_metrics, other_params = train_on(config, devices)
+        other_metrics, other_params = train_on(layered, devices)
         assert other_metrics == metrics
         jax.tree.map(np.testing.assert_array_equal, other_params, params)
 
