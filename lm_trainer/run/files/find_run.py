@@ -13,6 +13,7 @@ from lm_trainer.core.bucket import Bucket, StoragePath, is_bucket, storage_path
 from lm_trainer.core.bucket_files import local_copy
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import local_path, path_problem
+from lm_trainer.export.files import CONFIG
 from lm_trainer.run.files.records import COPY_DIRECTORY, read_run_record, recorded_checkpoint_directory
 
 _LOGS, _CHECKPOINTS = Path("logs"), Path("checkpoints")
@@ -135,8 +136,13 @@ def find_checkpoints(run: str | StoragePath, key: str | None = None) -> tuple[St
             return find_checkpoints_of_run(candidate), None
         if (candidate / "config.yaml").is_file():
             return candidate, None
-    hint = _list_runs_here("config.yaml", *logs, _CHECKPOINTS)
     named = run if key is None else f"{key}: {run}"
+    if (path / CONFIG).is_file():
+        raise UserError(
+            f"{named} is a model in Hugging Face's layout, not a run or checkpoint; make a checkpoint of it: "
+            f"lmt import-hf {run} checkpoints/NAME"
+        )
+    hint = _list_runs_here("config.yaml", *logs, _CHECKPOINTS)
     raise UserError(f"{named}: no run of this name, and no run or checkpoint directory{hint}")
 
 
