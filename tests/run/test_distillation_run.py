@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from lm_trainer.run.build.model import loss_function, trace_model
 from lm_trainer.run.build.setup import TrainingSetup, plan_training
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.weights.teacher import find_teacher, resolve_teacher
-from tests.conftest import ROOT, run_here
+from tests.conftest import run_here
 from tests.data.test_formats import with_specials
 from tests.run.conftest import MakeConfig
 from tests.run.frozen_weights import KEYS, ROWS, check_commands, train
@@ -163,9 +162,3 @@ def test_settings_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load(make_config(**distillation_changes({}, **changes)), [], RunConfig)
-
-
-def test_the_shipped_configuration_is_valid() -> None:
-    config = load(ROOT / "configs" / "distill_nano.yaml", [], RunConfig).config
-    assert config.loss.type == "distillation"
-    assert dataclasses.is_dataclass(config.model.spec(300))

@@ -56,7 +56,8 @@ def test_bits_are_the_same_on_any_number_of_devices(
         state = setup.init()
         codes = state.frozen["blocks.0.mlp.up.weight.codes"]
         assert (codes.dtype, codes.shape) == (np.uint8, (2, 128, 16))
-        assert codes.addressable_shards[0].data.size == codes.size // devices
+        # No dimension is divisible by 3.
+        assert codes.addressable_shards[0].data.size == codes.size // (1 if devices == 3 else devices)
         state, losses = some_steps(setup, state)
         results.append((losses, to_host(state.params)))
         store.close()

@@ -20,7 +20,6 @@ from lm_trainer.run.build.setup import TrainingSetup, plan_training
 from lm_trainer.run.config.run_config import RunConfig, changed_keys, config_hash, numeric_identity
 from lm_trainer.run.weights.adapters import find_base_checkpoint
 from lm_trainer.run.weights.reference import find_reference, with_reference_weights
-from tests.conftest import ROOT
 from tests.data.test_formats import with_specials
 from tests.run.conftest import MakeConfig
 from tests.run.frozen_weights import KEYS, check_commands, train
@@ -250,10 +249,3 @@ def test_runs_from_before_the_key_keep_their_identity() -> None:
     old = {key: value for key, value in numeric_identity(config).items() if key != "loss"}
     assert changed_keys(old, numeric_identity(config), config) == {}
     assert config_hash(config) == "b87b605c", "the hash of the default configuration, which is a part of run names"
-
-
-def test_the_shipped_configuration_is_valid() -> None:
-    config = load(ROOT / "configs" / "dpo_nano.yaml", [], RunConfig).config
-    assert config.loss.type == "dpo"
-    base = load(ROOT / "configs" / "gpt2_nano.yaml", [], RunConfig).config
-    assert config.model.spec(300) == base.model.spec(300)
