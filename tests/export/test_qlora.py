@@ -85,7 +85,8 @@ def test_peft_computes_the_same_logits(make_hf_model: MakeHfModel, tmp_path: Pat
         source.config, source.vocab_size, config.adapter, drawn, str(base), ByteTokenizer(), "tuned"
     )
     write_adapter(tmp_path / "adapter", exported, ExportOptions())
-    model = load_peft(base, tmp_path / "adapter").eval()
+    # In the mode of training, because bitsandbytes multiplies in bfloat16 at inference on some CPUs.
+    model = load_peft(base, tmp_path / "adapter").train()
     with torch.no_grad():
         expected = model(torch.from_numpy(tokens).long()).logits.numpy()
     np.testing.assert_allclose(actual, expected, atol=1e-4)
