@@ -35,6 +35,12 @@ def generate(
         list[str] | None,
         typer.Option(metavar="TEXT", help="End a continuation before this text; repeatable.", show_default=False),
     ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--apply-chat-template", help="Format each prompt with the tokenizer's chat template, and answer it."
+        ),
+    ] = False,
     num_samples: Annotated[int, typer.Option(metavar="N", help="Continuations per prompt.")] = 1,
     seed: Annotated[int, typer.Option(metavar="N", help="Random seed; the same seed gives the same text.")] = 0,
     devices: Annotated[
@@ -54,7 +60,8 @@ def generate(
 
     Prints each prompt with its continuation. A single continuation is streamed. A continuation ends at the model's
     end-of-document token, before a --stop text, after --max-new-tokens, or when the context is full. With several
-    devices, each holds a shard of the model, and their number affects the last digits of the probabilities.
+    devices, each holds a shard of the model, and their number affects the last digits of the probabilities. With
+    --apply-chat-template each prompt is a message of the user, and only the answers are printed.
 
     For example:
 
@@ -65,6 +72,8 @@ def generate(
         lmt generate path/to/hf-model --prompt "Once upon a time" --json
 
         lmt generate my-run --prompt "import " --trace
+
+        lmt generate path/to/chat-model --prompt "What is a prime?" --apply-chat-template
     """
     from lm_trainer.core.runtime import configure_jax, prepare_process
 
@@ -73,7 +82,7 @@ def generate(
     import dataclasses
 
     from lm_trainer.core.terminal import json_line
-    from lm_trainer.generate.text import Sampling, continue_texts, read_prompts, stream_text
+    from lm_trainer.generate.text import Sampling, continue_prompts, encode_prompts, read_prompts, stream_text
     from lm_trainer.run.weights.open_model import local_devices, open_model
 
     # Reads programs that an earlier call compiled. Compilation is most of the time to the first token.
@@ -89,26 +98,29 @@ def generate(
     )
     if logprobs and not json_lines:
         raise UserError("--logprobs: log probabilities are a part of --json; write it as well")
-    prompts = read_prompts(prompt or [], prompt_file or [])
+    texts = read_prompts(prompt or [], prompt_file or [])
+    if chat and not (prompt or prompt_file):
+        raise UserError("--apply-chat-template: there is nothing to answer; write --prompt or --prompt-file")
     data = DataTrace(model) if trace else None
     chosen = local_devices(devices)
     source = open_model(model, step=step, devices=chosen)
     print_generation_note(source)
-    if len(prompts) == num_samples == 1 and not json_lines and data is None:
-        pieces = stream_text(source, prompts[0], sampling, stop=stop or (), devices=chosen)
+    prompts = encode_prompts(source, texts, chat=chat)
+    if len(texts) == num_samples == 1 and not json_lines and data is None:
+        pieces = stream_text(source, prompts, sampling, stop=stop or (), devices=chosen)
         first = next(pieces, "")
-        for piece in itertools.chain([prompts[0] + first], pieces):
+        for piece in itertools.chain([first if chat else texts[0] + first], pieces):
             clean.echo(piece, nl=False)
             sys.stdout.flush()
         clean.echo()
         return
-    samples = continue_texts(source, prompts, sampling, num_samples=num_samples, stop=stop or (), devices=chosen)
+    samples = continue_prompts(source, prompts, sampling, num_samples=num_samples, stop=stop or (), devices=chosen)
     for index, sample in enumerate(samples):
         if json_lines:
             spans = {} if data is None else {"trace": data.find_spans(sample.tokens)}
             clean.echo(json_line(_sample_as_json(dataclasses.asdict(sample)) | spans))
             continue
-        clean.echo(("\n---\n" if index else "") + sample.prompt + sample.text)
+        clean.echo(("\n---\n" if index else "") + ("" if chat else sample.prompt) + sample.text)
         if data is not None:
             data.show(sample.tokens)
 

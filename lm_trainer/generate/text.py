@@ -14,7 +14,6 @@ from lm_trainer.generate.sampling import GenerateSettings
 if TYPE_CHECKING:
     from lm_trainer.data.tokenizer import Tokenizer
     from lm_trainer.export.huggingface import TextModel
-    from lm_trainer.generate.engine import Continuation
     from lm_trainer.nn.decoder import Decoder
 
 MAX_PROMPT_BYTES = 16 * 2**20
@@ -56,7 +55,7 @@ class Sample:
     tokens: list[int]
     """Token ids of `text`, without the end-of-document token."""
     finish: Literal["document_end", "stop", "length"]
-    """Reason why the continuation ended: an end-of-document token, a stop text, or a length limit."""
+    """Reason why the continuation ended: a token that ends documents or answers, a stop text, or a length limit."""
     logprobs: list[float] | None = None
     """Log p of each of `tokens` in nats, under the model's unfiltered distribution; None unless requested."""
 
@@ -95,6 +94,46 @@ def _read_prompt_file(path: Path) -> str:
         raise UserError(f"--prompt-file {path}: not UTF-8 at byte {error.start}") from None
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts as token ids."""
+
+    texts: Sequence[str]
+    ids: Sequence[list[int]]
+    """Token ids of each text."""
+    end_ids: tuple[int, ...]
+    """Tokens that end a continuation."""
+
+
+def encode_prompts(source: TextModel, texts: Sequence[str], *, chat: bool = False) -> Prompts:
+    """Encodes prompts for a model.
+
+    Args:
+        source: the model.
+        texts: texts to continue, or to answer.
+        chat: True if the texts are messages of the user, which the chat template formats.
+
+    Raises:
+        UserError: if a prompt is longer than the model's context, or there is no chat template that takes it.
+    """
+    end_ids = source.end_ids
+    if chat:
+        from lm_trainer.generate.questions import Questions
+
+        questions = Questions(source.tokenizer)
+        rows, end_ids = [questions.encode_question(text) for text in texts], (*end_ids, *questions.end_ids)
+    else:
+        rows = [encode_prompt(source.tokenizer, text) for text in texts]
+    context = source.config.seq_len
+    for text, ids in zip(texts, rows, strict=True):
+        if len(ids) > context:
+            start = text if len(text) <= 40 else text[:40] + "..."
+            raise UserError(
+                f"the prompt {start!r} has {len(ids)} tokens, but the model's context is {context}; shorten it"
+            )
+    return Prompts(texts, rows, end_ids)
+
+
 def continue_texts(
     source: TextModel,
     prompts: Sequence[str],
@@ -118,6 +157,20 @@ def continue_texts(
         UserError: if `num_samples` is below 1, a text in `stop` is empty, or a prompt is longer than the model's
             context.
     """
+    encoded = encode_prompts(source, prompts)
+    yield from continue_prompts(source, encoded, sampling, num_samples=num_samples, stop=stop, devices=devices)
+
+
+def continue_prompts(
+    source: TextModel,
+    prompts: Prompts,
+    sampling: Sampling,
+    *,
+    num_samples: int = 1,
+    stop: Sequence[str] = (),
+    devices: Sequence[Any] | None = None,
+) -> Iterator[Sample]:
+    """Like `continue_texts`, for prompts that `encode_prompts` has encoded for this model."""
     # Imported here because it imports JAX, which some users of this module do not need.
     from lm_trainer.generate.engine import generate_stream
     from lm_trainer.generate.layout import to_decoding_layout
@@ -125,37 +178,40 @@ def continue_texts(
     if num_samples < 1:
         raise UserError(f"--num-samples {num_samples}: must be at least 1")
     _check_stop(stop)
-    stop = (*stop, *source.stop_texts)
-    tokenizer = source.tokenizer
-    rows = [row for prompt in prompts for row in [(prompt, _encode_within_context(source, prompt))] * num_samples]
+    stop, tokenizer = (*stop, *source.stop_texts), source.tokenizer
+    rows = [row for pair in zip(prompts.texts, prompts.ids, strict=True) for row in [pair] * num_samples]
     # All rows together, because a batch takes little longer than one row.
     *_, outputs = generate_stream(
         to_decoding_layout(source.build(devices), sampling.dtype),
         [ids for _, ids in rows],
-        replace(sampling, eos_id=source.end_ids),
+        replace(sampling, eos_id=prompts.end_ids),
         stop=lambda _, tokens: truncate_at_stop(tokenizer.decode(tokens), stop)[1],
         chunk=CHUNK if stop else sampling.max_new_tokens,
     )
     for (prompt, ids), continuation in zip(rows, outputs, strict=True):
-        yield _make_sample(source, prompt, ids, continuation, stop)
+        end = _end_index(continuation.tokens, prompts.end_ids)
+        text, tokens, stopped = _decode_continuation(tokenizer, ids, list(continuation.tokens[:end]), stop)
+        finish = "stop" if stopped else "length" if end is None else "document_end"
+        log_probs = continuation.log_probs[: len(tokens)] if continuation.log_probs else None
+        yield Sample(prompt, text, tokens, finish, log_probs)
 
 
 def stream_text(
     source: TextModel,
-    prompt: str,
+    prompts: Prompts,
     sampling: Sampling,
     *,
     stop: Sequence[str] = (),
     devices: Sequence[Any] | None = None,
 ) -> Iterator[str]:
-    """Yields the continuation of one prompt piece by piece. Arguments and errors are as for `continue_texts`."""
+    """Yields the continuation of a single prompt piece by piece. Arguments and errors are as for `continue_texts`."""
     from lm_trainer.generate.engine import generate_stream
     from lm_trainer.generate.layout import to_decoding_layout
 
     _check_stop(stop)
-    stop = (*stop, *source.stop_texts)
-    ids, settings = _encode_within_context(source, prompt), replace(sampling, eos_id=source.end_ids)
+    stop, settings = (*stop, *source.stop_texts), replace(sampling, eos_id=prompts.end_ids)
     model = to_decoding_layout(source.build(devices), settings.dtype)
+    (ids,) = prompts.ids
     yield from stream_tokens(generate_stream, model, source.tokenizer, ids, settings, stop=stop)
 
 
@@ -223,14 +279,6 @@ def _check_stop(stop: Sequence[str]) -> None:
         raise UserError("--stop '': an empty text would end everything; leave it away")
 
 
-def _encode_within_context(source: TextModel, prompt: str) -> list[int]:
-    ids, context = encode_prompt(source.tokenizer, prompt), source.config.seq_len
-    if len(ids) > context:
-        start = prompt if len(prompt) <= 40 else prompt[:40] + "..."
-        raise UserError(f"the prompt {start!r} has {len(ids)} tokens, but the model's context is {context}; shorten it")
-    return ids
-
-
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """Encodes a prompt like the start of a document in training: it begins with the start token, if the tokenizer has
     one. Otherwise an empty prompt becomes the end token of the previous document.
@@ -246,11 +294,17 @@ def _end_index(tokens: Sequence[int], end_ids: Collection[int]) -> int | None:
     return next((index for index, token in enumerate(tokens) if token in end_ids), None)
 
 
-def _make_sample(
-    source: TextModel, prompt: str, ids: Sequence[int], continuation: Continuation, stop: Sequence[str]
-) -> Sample:
-    tokenizer, end = source.tokenizer, _end_index(continuation.tokens, source.end_ids)
-    tokens = list(continuation.tokens[:end])
+def _decode_continuation(
+    tokenizer: Tokenizer, ids: Sequence[int], tokens: list[int], stop: Sequence[str]
+) -> tuple[str, list[int], bool]:
+    """Returns the text of a continuation before a stop text, its tokens, and True if there was a stop text.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        ids: token ids of the prompt.
+        tokens: token ids of the continuation.
+        stop: texts that end it.
+    """
     # Decoded together, because a character or a space may be split between the last prompt token and the first new
     # token.
     prompt_text, full_text = tokenizer.decode(ids), tokenizer.decode([*ids, *tokens])
@@ -262,7 +316,4 @@ def _make_sample(
         tokens = tokens[
             : next(n for n in range(len(tokens) + 1) if truncate_at_stop(tokenizer.decode(tokens[:n]), stop)[1])
         ]
-    finish = "stop" if stopped else "length" if end is None else "document_end"
-    return Sample(
-        prompt, text, tokens, finish, continuation.log_probs[: len(tokens)] if continuation.log_probs else None
-    )
+    return text, tokens, stopped

@@ -69,5 +69,18 @@ def test_a_conversation_that_is_too_long_goes_on_after_a_reset(talker: Path) -> 
     assert len(shown.splitlines()) >= 3
 
 
-def test_a_model_without_a_template_is_refused(lmt: Lmt, hf_model: Path) -> None:
-    refused(lmt("chat", hf_model), "no chat template")
+def test_generate_answers_questions_as_a_chat_does(lmt: Lmt, talker: Path) -> None:
+    settings = ("--temperature", "0", "--max-new-tokens", "7")
+    shown = chat(talker, ["Hi", "/reset", "And?"], *settings)
+    answers = shown.removesuffix("\n\n").split("\n(a new conversation)\n")
+    options = ("generate", talker, "--apply-chat-template", "--prompt", "Hi", *settings)
+    assert lmt(*options).stdout == f"{answers[0]}\n"
+    assert lmt(*options, "--prompt", "And?").stdout == f"{answers[0]}\n\n---\n{answers[1]}\n"
+    sample = json.loads(lmt(*options, "--json").stdout)
+    assert (sample["prompt"], escape_for_terminal(sample["text"])) == ("Hi", answers[0])
+    refused(lmt("generate", talker, "--apply-chat-template"), "nothing to answer; write --prompt or --prompt-file")
+
+
+@pytest.mark.parametrize("command", [("chat",), ("generate", "--apply-chat-template", "--prompt", "Hi")])
+def test_a_model_without_a_template_is_refused(command: tuple[str, ...], lmt: Lmt, hf_model: Path) -> None:
+    refused(lmt(*command, str(hf_model)), "no chat template")

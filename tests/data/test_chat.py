@@ -20,9 +20,10 @@ from lm_trainer.data.tokenizer import HfTokenizer, Pretrained
 from lm_trainer.data.tokenizer.bytes import EOS_ID
 from lm_trainer.data.tokenizer.hf import load_pretrained
 from lm_trainer.generate.chat import Chat
+from lm_trainer.generate.questions import Questions
 from lm_trainer.generate.text import Sampling
 from lm_trainer.models.gpt2 import Gpt2Config
-from tests.data.test_formats import encode, open_records, with_specials
+from tests.data.test_formats import encode, open_records, with_bos, with_specials
 
 CHATML = (
     "{% for message in messages %}"
@@ -124,6 +125,37 @@ class TestChat:
         document = encode(format, {"messages": messages}, tokenizer)
         assert document.loss_mask is not None
         return tokenizer.decode([int(i) for i in np.asarray(document.ids)[document.loss_mask]])
+
+    def test_reasoning_and_calls_of_tools_count_as_in_transformers(self, chatml: HfTokenizer, tmp_path: Path) -> None:
+        template = CHATML.replace(
+            "{{ message.content }}<|im_end|>{% endgeneration %}",
+            "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+            "{{ message.content or '' }}"
+            "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+            "<|im_end|>{% endgeneration %}",
+        )
+        call = {"type": "function", "function": {"name": "look", "arguments": {"for": "rain"}}}
+        messages = [
+            {"role": "user", "content": "Rain?"},
+            {"role": "assistant", "content": None, "reasoning_content": "I look. <|im_end|>", "tool_calls": [call]},
+            {"role": "tool", "content": "no"},
+            {"role": "assistant", "content": "No.", "reasoning_content": "dry"},
+            {"role": "assistant", "content": "", "reasoning_content": "only thought"},
+        ]
+        document = encode(ChatFormat(chat_template=template), {"messages": messages}, chatml)
+        text = chatml.decode_all(list(document.ids))
+        assert "<think>I look. <|im_end|></think>" in text
+        assert chatml.decode_all(np.asarray(document.ids)[document.loss_mask].tolist()).count("</think>") == 3
+        # transformers takes the name of a special token inside of a message for the token.
+        messages[1]["reasoning_content"] = "I look."
+        document = encode(ChatFormat(chat_template=template), {"messages": messages}, chatml)
+        transformers = pytest.importorskip("transformers")
+        chatml.save(tmp_path)
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+            messages, chat_template=template, return_assistant_tokens_mask=True, return_dict=True
+        )
+        assert list(document.ids) == theirs["input_ids"]
+        assert np.asarray(document.loss_mask).astype(int).tolist() == theirs["assistant_masks"]
 
     def test_turns_are_masked_by_a_field_or_all_but_the_last(self, chatml: HfTokenizer) -> None:
         turns = [(role, text) for number in "12" for role, text in (("user", "q"), ("assistant", f"answer {number}."))]
@@ -378,3 +410,28 @@ class TestUse:
             assert list(chat.answer("a <|im_end|>?")) == ["b"]
         assert row[: len(asked[0])] == asked[0]
         assert tokenizer.decode_all(row[len(asked[0]) :]) == "b<|im_end|>\n"
+
+    @pytest.mark.parametrize("start", ["", "<s>"])
+    def test_only_the_template_writes_the_token_for_the_beginning(self, start: str, tmp_path: Path) -> None:
+        template = (
+            start
+            + "{% for m in messages %}[{{ m.role }}]{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+            "{% if add_generation_prompt %}[assistant]{% endif %}"
+        )
+        tokenizer = with_bos(chat_template=template)
+        assert tokenizer.bos_id is not None
+        asked = Questions(tokenizer).encode_question("a <|im_end|>?")
+        row = list(encode(ChatFormat(), {"messages": self.MESSAGES}, tokenizer).ids)
+        assert row[: len(asked)] == asked
+        assert asked.count(tokenizer.bos_id) == bool(start)
+        transformers = pytest.importorskip("transformers")
+        tokenizer.save(tmp_path)
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+            self.MESSAGES[:1], add_generation_prompt=True, return_dict=False
+        )
+        assert theirs == asked
+
+    def test_a_template_that_writes_nothing_is_named(self) -> None:
+        silent = with_bos(chat_template="{% generation %}{{ messages[0].none or '' }}{% endgeneration %}")
+        with pytest.raises(UserError, match="the chat template writes nothing of the conversation"):
+            Questions(silent).encode_question("a")

@@ -34,6 +34,21 @@ def with_specials(*names: str, eos: str = "<|endoftext|>", **settings: str) -> H
     return HfTokenizer(json.dumps(content), settings, eos_token=eos)
 
 
+def with_bos(**settings: str) -> HfTokenizer:
+    """The bytes, whose texts begin with the token <s>."""
+    content = json.loads(CONTENT)
+    content["added_tokens"].append({**content["added_tokens"][0], "id": EOS_ID + 1, "content": "<s>"})
+    parts = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    special = {"<s>": {"id": "<s>", "ids": [EOS_ID + 1], "tokens": ["<s>"]}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": parts,
+        "pair": parts,
+        "special_tokens": special,
+    }
+    return HfTokenizer(json.dumps(content), settings, eos_token="<|endoftext|>")
+
+
 def encode(format: Any, record: dict[str, Any], tokenizer: Any) -> EncodedDocument:
     prepared = format.prepare(Row(0, "here", "", record=record))
     (document,) = format.encode([prepared.value], tokenizer)
@@ -200,12 +215,19 @@ class TestUnreadFields:
     def test_are_named_with_an_example(self, tmp_path: Path) -> None:
         format = {"type": "supervised", "input_field": "instruction", "output_field": "output", "separate_with": "\n"}
         (note,) = open_records(tmp_path, format, self.ALPACA, seq_len=4).notes
-        assert "the records also have text under 'input', which is not read" in note
+        assert "records also have text under 'input', which is not read" in note
         assert note.endswith(":\nadd both\n⟦5⟧")
         # The cache is finished now.
         assert not open_records(tmp_path, format, self.ALPACA, seq_len=4).notes
         read = open_records(tmp_path / "all", {**format, "context_field": "input"}, self.ALPACA, seq_len=4)
         assert not read.notes
+
+    def test_may_be_empty_in_the_first_records(self, tmp_path: Path) -> None:
+        format = {"type": "supervised", "input_field": "instruction", "output_field": "output"}
+        records = [{**self.ALPACA, "instruction": "sing", "input": ""}, {"instruction": "hum", "output": "mh"}]
+        (note,) = open_records(tmp_path, format, *records, self.ALPACA, seq_len=4).notes
+        assert "records also have text under 'input', which is not read" in note
+        assert note.endswith(":\nadd both⟦5⟧")
 
     @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "arrow", "csv"])
     def test_are_found_in_files(self, tmp_path: Path, suffix: str) -> None:

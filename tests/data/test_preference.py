@@ -18,11 +18,10 @@ from lm_trainer.data.rows.pair_packing import pack_pairs
 from lm_trainer.data.sources import Row
 from lm_trainer.data.sources.embedded_pairs import EmbeddedPairs
 from lm_trainer.data.sources.in_memory import InMemory
-from lm_trainer.data.tokenizer import HfTokenizer
-from lm_trainer.data.tokenizer.bytes import CONTENT, EOS_ID, ByteTokenizer
+from lm_trainer.data.tokenizer.bytes import EOS_ID, ByteTokenizer
 from tests.conftest import RunLmt
 from tests.data.test_chat import CHATML
-from tests.data.test_formats import encode, first_rows, open_records, with_specials
+from tests.data.test_formats import encode, first_rows, open_records, with_bos, with_specials
 
 PLAIN = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -60,17 +59,7 @@ class TestPairs:
         assert batch.positions[0].tolist()[:10] == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1]
 
     def test_texts_begin_with_the_token_for_it(self) -> None:
-        content = json.loads(CONTENT)
-        content["added_tokens"].append({**content["added_tokens"][0], "id": EOS_ID + 1, "content": "<s>"})
-        parts = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-        special = {"<s>": {"id": "<s>", "ids": [EOS_ID + 1], "tokens": ["<s>"]}}
-        content["post_processor"] = {
-            "type": "TemplateProcessing",
-            "single": parts,
-            "pair": parts,
-            "special_tokens": special,
-        }
-        tokenizer = HfTokenizer(json.dumps(content), {}, eos_token="<|endoftext|>")
+        tokenizer = with_bos()
         record = {"prompt": "", "chosen": "a", "rejected": "b"}
         assert answers(PreferenceFormat(), record, tokenizer) == [("<s>a", "a"), ("<s>b", "b")]
 

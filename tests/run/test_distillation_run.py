@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from lm_trainer.run.build.model import loss_function, trace_model
 from lm_trainer.run.build.setup import TrainingSetup, plan_training
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.weights.teacher import find_teacher, resolve_teacher
-from tests.conftest import ROOT, run_here
+from tests.conftest import run_here
 from tests.data.test_formats import with_specials
 from tests.run.conftest import MakeConfig
 from tests.run.frozen_weights import KEYS, ROWS, check_commands, train
@@ -61,15 +60,27 @@ def train_on(config: RunConfig, devices: int) -> tuple[list[dict[str, float]], d
     return train(config, plan(config, devices))
 
 
-@pytest.mark.slow
-def test_bits_are_the_same_on_any_number_of_devices(make_config: MakeConfig, in_tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("gather", "numbers"),
+    [
+        pytest.param("model", (3,), marks=pytest.mark.slow),
+        pytest.param("model", (2, 4, 8), marks=pytest.mark.exhaustive),
+        pytest.param("layer", (2, 3, 4, 8), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_bits_are_the_same_on_any_number_of_devices(
+    gather: str, numbers: tuple[int, ...], make_config: MakeConfig, in_tmp_path: Path
+) -> None:
     teacher = write_base(Path("base"), seed=0)
-    config = configuration(make_config, {"weight": 0.7, "temperature": 2.0, "top_k": 20})
-    (metrics, params), (other_metrics, other_params) = (train_on(config, devices) for devices in (1, 4))
+    loss, keys = {"weight": 0.7, "temperature": 2.0, "top_k": 20}, {"gather": gather, "elastic_shards": 8}
+    config = configuration(make_config, loss, trainer=keys)
+    metrics, params = train_on(config, 1)
     assert metrics[-1]["loss"] < metrics[0]["loss"]
-    assert other_metrics == metrics
-    for name, x in params.items():
-        np.testing.assert_array_equal(x, other_params[name], err_msg=name)
+    for devices in numbers:
+        other_metrics, other_params = train_on(config, devices)
+        assert other_metrics == metrics
+        for name, x in params.items():
+            np.testing.assert_array_equal(x, other_params[name], err_msg=name)
     for name, x in teacher.items():
         np.testing.assert_array_equal(params[f"reference.{name}"], x)
 
@@ -128,7 +139,7 @@ def test_teachers_of_other_tokens_are_refused(make_config: MakeConfig, in_tmp_pa
     store.close()
     with pytest.raises(UserError, match=r"reads at most 32 tokens, but rows have 64; lower model\.seq_len"):
         configuration(make_config, {}, model={"seq_len": 64})
-    with pytest.raises(UserError, match="no run"):
+    with pytest.raises(UserError, match=r"^loss\.teacher: nobody: no run"):
         configuration(make_config, {"teacher": "nobody"})
 
 
@@ -151,9 +162,3 @@ def test_settings_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load(make_config(**distillation_changes({}, **changes)), [], RunConfig)
-
-
-def test_the_shipped_configuration_is_valid() -> None:
-    config = load(ROOT / "configs" / "distill_nano.yaml", [], RunConfig).config
-    assert config.loss.type == "distillation"
-    assert dataclasses.is_dataclass(config.model.spec(300))

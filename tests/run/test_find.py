@@ -53,6 +53,15 @@ def test_a_name_that_nothing_has_is_answered_with_those_that_there_are(run: Path
             find("b")
 
 
+def test_a_model_in_hugging_face_layout_is_no_run(in_tmp_path: Path) -> None:
+    (in_tmp_path / "model").mkdir()
+    (in_tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(
+        UserError, match=r"^loss\.reference: model is a model in .*: lmt import-hf model checkpoints/NAME"
+    ):
+        find_checkpoints("model", "loss.reference")
+
+
 def test_a_run_that_was_moved_as_a_whole_keeps_its_checkpoints(run: Path, in_tmp_path: Path) -> None:
     moved = in_tmp_path / "moved"
     moved.mkdir()

@@ -14,12 +14,12 @@ from lm_trainer.checkpoint.store import CheckpointStore
 from lm_trainer.config.loader import load
 from lm_trainer.core.errors import ConfigError, UserError
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
+from lm_trainer.objectives import DpoConfig
 from lm_trainer.run.build.model import loss_function, trace_model
 from lm_trainer.run.build.setup import TrainingSetup, plan_training
 from lm_trainer.run.config.run_config import RunConfig, changed_keys, config_hash, numeric_identity
 from lm_trainer.run.weights.adapters import find_base_checkpoint
 from lm_trainer.run.weights.reference import find_reference, with_reference_weights
-from tests.conftest import ROOT
 from tests.data.test_formats import with_specials
 from tests.run.conftest import MakeConfig
 from tests.run.frozen_weights import KEYS, check_commands, train
@@ -95,21 +95,26 @@ REPRESENTATIVES = ("dpo-lora", "kto")
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "numbers"),
     [
-        pytest.param(name, marks=pytest.mark.slow if name in REPRESENTATIVES else pytest.mark.exhaustive)
-        for name in LOSSES
+        *(pytest.param(name, (3,), marks=pytest.mark.slow) for name in REPRESENTATIVES),
+        *(pytest.param(name, (2, 4, 8), marks=pytest.mark.exhaustive) for name in REPRESENTATIVES),
+        *(pytest.param(n, (2, 3, 4, 8), marks=pytest.mark.exhaustive) for n in LOSSES if n not in REPRESENTATIVES),
     ],
 )
-def test_bits_are_the_same_on_any_number_of_devices(name: str, make_config: MakeConfig, in_tmp_path: Path) -> None:
+def test_bits_are_the_same_on_any_number_of_devices(
+    name: str, numbers: tuple[int, ...], make_config: MakeConfig, in_tmp_path: Path
+) -> None:
     loss, changes = LOSSES[name]
     write_base(Path("base"), seed=0)
-    results = (train_on(configuration(make_config, loss, **changes), devices) for devices in (1, 4))
-    (metrics, params), (other_metrics, other_params) = results
+    config = configuration(make_config, loss, **changes, trainer={"elastic_shards": 8})
+    metrics, params = train_on(config, 1)
     assert metrics[-1]["loss"] < metrics[0]["loss"]
-    assert other_metrics == metrics
-    for name, x in params.items():
-        np.testing.assert_array_equal(x, other_params[name], err_msg=name)
+    for devices in numbers:
+        other_metrics, other_params = train_on(config, devices)
+        assert other_metrics == metrics
+        for name, x in params.items():
+            np.testing.assert_array_equal(x, other_params[name], err_msg=name)
 
 
 @pytest.mark.slow
@@ -132,6 +137,9 @@ def test_the_reference_is_the_start_and_stays(make_config: MakeConfig, in_tmp_pa
         find_reference(config, store, with_specials("<x>"), VOCAB)
     with pytest.raises(UserError, match=f"other predicts {VOCAB} tokens, but the trained model has {VOCAB + 7} rows"):
         find_reference(config, store, ByteTokenizer(), VOCAB + 7)
+    missing = config.model_copy(update={"loss": DpoConfig(reference="nobody")})
+    with pytest.raises(UserError, match=r"^loss\.reference: nobody: no run of this name"):
+        find_reference(missing, store, ByteTokenizer(), VOCAB)
     store.close()
 
 
@@ -151,17 +159,21 @@ def test_other_programs_compute_the_same_loss(trainer: Any, make_config: MakeCon
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["dpo", "dpo-lora"])
 def test_one_layer_at_a_time(name: str, make_config: MakeConfig, in_tmp_path: Path) -> None:
-    """The same loss with a reference of its own and with the base of an adapter, and the same bits on two devices."""
+    """The same loss with a reference of its own and with the base of an adapter, and the same bits on any devices."""
     loss, changes = LOSSES[name]
     write_base(Path("base"), seed=0)
-    expected, _ = train_on(configuration(make_config, loss, **changes), 1)
-    config = configuration(make_config, loss, **changes, trainer={"gather": "layer"})
-    metrics, params = train_on(config, 1)
+    whole, layered = (
+        configuration(make_config, loss, **changes, trainer={"gather": gather, "elastic_shards": 8})
+        for gather in ("model", "layer")
+    )
+    expected, _ = train_on(whole, 1)
+    metrics, params = train_on(layered, 1)
     for of_step, like in zip(metrics, expected, strict=True):
         assert of_step == {name: pytest.approx(x, rel=1e-4, abs=1e-5) for name, x in like.items()}
-    other_metrics, other_params = train_on(config, 2)
-    assert other_metrics == metrics
-    jax.tree.map(np.testing.assert_array_equal, other_params, params)
+    for devices in (2, 3, 4, 8):
+        other_metrics, other_params = train_on(layered, devices)
+        assert other_metrics == metrics
+        jax.tree.map(np.testing.assert_array_equal, other_params, params)
 
 
 @pytest.mark.slow
@@ -237,10 +249,3 @@ def test_runs_from_before_the_key_keep_their_identity() -> None:
     old = {key: value for key, value in numeric_identity(config).items() if key != "loss"}
     assert changed_keys(old, numeric_identity(config), config) == {}
     assert config_hash(config) == "b87b605c", "the hash of the default configuration, which is a part of run names"
-
-
-def test_the_shipped_configuration_is_valid() -> None:
-    config = load(ROOT / "configs" / "dpo_nano.yaml", [], RunConfig).config
-    assert config.loss.type == "dpo"
-    base = load(ROOT / "configs" / "gpt2_nano.yaml", [], RunConfig).config
-    assert config.model.spec(300) == base.model.spec(300)

@@ -1,9 +1,10 @@
-"""Notes about the data of a cache that is about to be built, from the first row of its source."""
+"""Notes about the data of a cache that is about to be built, from the first rows of its source."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,14 @@ from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.data.tokenizer.brackets import decode_with_brackets
 
-_SHOWN_CHARS = 400
+_ROWS, _SHOWN_CHARS = 100, 400
+"""Number of rows that are looked at, and of characters that are shown."""
 
 
 def build_notes(builds: Mapping[str, object]) -> list[str]:
     """Returns notes for the user about sets with prompts and answers whose first cache is still to be built.
 
-    They name fields of the first record that hold text and are not read, and what the format warns of.
+    They name fields of the first records that hold text and are not read, and what the format warns of.
 
     Args:
         builds: builds by `NAME/train` and `NAME/validation`. Everything but a `Build` is ignored.
@@ -39,30 +41,37 @@ def _notes_of_build(build: Build) -> list[str]:
         return []
     try:
         unread = _find_unread_fields(build.shards[0], build.format.fields())
-        example = _show_first_row(build) if unread else None
+        example = _show_row(build, min(unread.values())) if unread else None
     except UserError:
         # The build will report it.
         return []
     notes = build.format.notes(build.tokenizer)
-    if unread and example is not None:
+    if example is not None:
         named = " and ".join(map(repr, unread))
         notes.append(
-            f"note: {build.name}: the records also have text under {named}, which is not read. The model will see the "
-            f"first one as follows; what counts in the loss is between ⟦ and ⟧:\n{example}"
+            f"note: {build.name}: records also have text under {named}, which is not read. The model will see the "
+            f"first of them as follows; what counts in the loss is between ⟦ and ⟧:\n{example}"
         )
     return notes
 
 
-def _find_unread_fields(shard: Shard, read_fields: tuple[str, ...]) -> list[str]:
-    """Returns the fields of the first record that hold words or messages and are not among `read_fields`."""
+def _find_unread_fields(shard: Shard, read_fields: tuple[str, ...]) -> dict[str, int]:
+    """Returns the fields that hold words or messages and are not among `read_fields`, each with its first row.
+
+    Only the beginning of the shard is read. It takes several rows, because a field may be empty in many records.
+    """
     if not hasattr(shard, "fields"):
-        return []
+        return {}
     # Shards whose rows are records are dataclasses with the fields to read.
     record_shard: Any = shard
-    row = next(iter(replace(record_shard, fields=ALL_FIELDS).rows()), None)
-    record = row.record if isinstance(row, Row) else None
     read = {*read_fields, *(field.partition(".")[0] for field in read_fields)}
-    return [name for name, value in (record or {}).items() if name not in read and _holds_words(value)]
+    unread: dict[str, int] = {}
+    for index, row in enumerate(islice(replace(record_shard, fields=ALL_FIELDS).rows(), _ROWS)):
+        record = row.record if isinstance(row, Row) else None
+        for name, value in (record or {}).items():
+            if name not in read and _holds_words(value):
+                unread.setdefault(name, index)
+    return unread
 
 
 def _holds_words(value: object) -> bool:
@@ -72,9 +81,9 @@ def _holds_words(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
 
 
-def _show_first_row(build: Build) -> str | None:
-    """Returns the beginning of the first document as the model sees it; None if the first row is bad or empty."""
-    row = next(iter(build.shards[0].rows()), None)
+def _show_row(build: Build, index: int) -> str | None:
+    """Returns the beginning of a document as the model sees it; None if its row is bad or empty."""
+    row = next(islice(build.shards[0].rows(), index, None), None)
     if not isinstance(row, Row):
         return None
     try:

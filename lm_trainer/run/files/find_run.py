@@ -13,6 +13,7 @@ from lm_trainer.core.bucket import Bucket, StoragePath, is_bucket, storage_path
 from lm_trainer.core.bucket_files import local_copy
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import local_path, path_problem
+from lm_trainer.export.files import CONFIG
 from lm_trainer.run.files.records import COPY_DIRECTORY, read_run_record, recorded_checkpoint_directory
 
 _LOGS, _CHECKPOINTS = Path("logs"), Path("checkpoints")
@@ -111,12 +112,13 @@ def run_start_directory(run_dir: Path, log_dir: str) -> Path:
     return run_dir.parents[len(logs.parts)] if below else Path.cwd()
 
 
-def find_checkpoints(run: str | StoragePath) -> tuple[StoragePath, int | None]:
+def find_checkpoints(run: str | StoragePath, key: str | None = None) -> tuple[StoragePath, int | None]:
     """Finds a checkpoint directory, and returns it together with the step if `run` names one.
 
     Args:
         run: a run ID, a run directory (`logs/ID`), a checkpoint directory (`checkpoints/ID`, `s3://BUCKET/ID`) or one
             step in it.
+        key: key of the configuration that names `run`, for the message.
 
     Raises:
         UserError: if there are no such checkpoints (the message lists existing runs), or if a URL does not refer to a
@@ -134,8 +136,14 @@ def find_checkpoints(run: str | StoragePath) -> tuple[StoragePath, int | None]:
             return find_checkpoints_of_run(candidate), None
         if (candidate / "config.yaml").is_file():
             return candidate, None
+    named = run if key is None else f"{key}: {run}"
+    if (path / CONFIG).is_file():
+        raise UserError(
+            f"{named} is a model in Hugging Face's layout, not a run or checkpoint; make a checkpoint of it: "
+            f"lmt import-hf {run} checkpoints/NAME"
+        )
     hint = _list_runs_here("config.yaml", *logs, _CHECKPOINTS)
-    raise UserError(f"{run}: no run of this name, and no run or checkpoint directory{hint}")
+    raise UserError(f"{named}: no run of this name, and no run or checkpoint directory{hint}")
 
 
 def find_checkpoints_of_run(run_dir: Path) -> StoragePath:

@@ -133,7 +133,7 @@ def find_frozen_checkpoint(
     Raises:
         UserError: as for `find_base_checkpoint`.
     """
-    directory, step = find_checkpoints(source)
+    directory, step = find_checkpoints(source, key)
     _check_same_function(key, directory, read_config(directory), config)
     # Pins the step, because the newest checkpoint of the other run changes if that run continues.
     if (pinned := read_pinned_step(store, fact)) is not None:

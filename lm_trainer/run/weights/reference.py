@@ -42,6 +42,7 @@ def find_reference(
     loss = config.loss
     if not isinstance(loss, ReferenceLossConfig) or loss.reference is None:
         return None
+    checkpoint = find_frozen_checkpoint(config, store, loss.reference, "loss.reference", _REFERENCE_STEP)
     rows, saved_tokenizer = read_vocabulary(loss.reference)
     if saved_tokenizer.identity() != tokenizer.identity():
         raise UserError(
@@ -53,7 +54,7 @@ def find_reference(
             f"loss.reference: {loss.reference} predicts {rows:,} tokens, but the trained model has {vocab_size:,} rows "
             f"for them; name a model with the same vocabulary"
         )
-    return find_frozen_checkpoint(config, store, loss.reference, "loss.reference", _REFERENCE_STEP)
+    return checkpoint
 
 
 def with_reference_weights(model: ModelDef, config: RunConfig, checkpoint: BaseCheckpoint | None) -> ModelDef:

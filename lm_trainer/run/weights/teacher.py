@@ -69,7 +69,10 @@ def resolve_teacher(config: RunConfig) -> RunConfig:
     if not isinstance(loss, DistillationConfig):
         return config
     path = find_hf_directory(loss.teacher)
-    model = read_hf_settings(path)[0] if path is not None else read_config(find_checkpoints(loss.teacher)[0]).model
+    if path is not None:
+        model = read_hf_settings(path)[0]
+    else:
+        model = read_config(find_checkpoints(loss.teacher, "loss.teacher")[0]).model
     if model.features_shape is not None:
         raise UserError(f"loss.teacher: {loss.teacher} hears audio; name a model of text alone")
     if model.seq_len < config.model.seq_len:
