@@ -41,7 +41,8 @@ def test_data_is_files_a_set_of_the_hub_or_the_text_of_python(lmt: Lmt, in_tmp_p
 
 
 @pytest.mark.parametrize(
-    ("size", "held_out", "times"), [(4 * 256 * 20 * 7, 7, "8,371"), (4 * 256 * 20 * 4000, 512, "15"), (40, 1, "30,000,000")]
+    ("size", "held_out", "times"),
+    [(4 * 256 * 20 * 7, 7, "8,371"), (4 * 256 * 20 * 4000, 512, "15"), (40, 1, "30,000,000")],
 )
 def test_a_short_text_is_not_held_out_as_a_whole(
     lmt: Lmt, in_tmp_path: Path, size: int, held_out: int, times: str

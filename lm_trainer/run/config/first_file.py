@@ -74,8 +74,9 @@ class Choices:
 
 
 def estimate_tokens(data: str) -> int | None:
-    """Returns the approximate number of tokens in files on this machine, compressed files at their own size. Returns None
-    for other data, and if no file has the name.
+    """Returns the approximate number of tokens in files on this machine, with compressed files at their own size.
+
+    Returns None for other data, and if no file has the name.
     """
     if data == "python" or "://" in data:
         return None
@@ -92,8 +93,8 @@ def repetition_note(choices: Choices) -> str | None:
     if not tokens or tokens >= (trained := TOKENS_PER_PARAMETER * size.params):
         return None
     return (
-        f"the text has about {tokens:,} tokens, so the run reads it about {trained / tokens:,.0f} times: add text, or lower "
-        f"trainer.num_train_steps"
+        f"the text has about {tokens:,} tokens, so the run reads it about {trained / tokens:,.0f} times: add text, or "
+        f"lower trainer.num_train_steps"
     )
 
 
