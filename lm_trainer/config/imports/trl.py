@@ -311,8 +311,8 @@ _FLAGS = {
     "bf16": "write trainer.mp=p=f32,c=bfloat16",
     "fp16": "write trainer.mp=p=f32,c=bfloat16: float16 needs a scaled loss, which is not available",
     "report_to": "write trainer.tracker.type",
-    "save_steps": "checkpoints are saved by time, trainer.checkpointer.save_interval, and trainer.checkpointer.keep keeps "
-    "some by step",
+    "save_steps": "trainer.checkpointer.save_interval is the time between checkpoints, and trainer.checkpointer.keep "
+    "keeps some of them by step",
     "deepspeed": "sharding needs no file: trainer.gather=layer needs as little memory as ZeRO-3",
     "fsdp": "sharding needs no setting: trainer.gather=layer needs as little memory as FSDP",
 }
