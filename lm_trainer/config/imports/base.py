@@ -57,7 +57,7 @@ class Dialect:
     always: Settings = field(default_factory=dict)
     """Our settings that apply to every configuration of the framework."""
     flags: Mapping[str, str] = field(default_factory=dict)
-    """What to write instead of an option of the framework's program, where another name for it is not enough."""
+    """Sentences on options of the framework's program for which another name is not enough, by option."""
 
 
 USED = Used()
