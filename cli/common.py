@@ -171,11 +171,11 @@ def load_config(ctx: typer.Context, config: Path, overrides: list[str] | None, r
     return loaded
 
 
-def _foreign_settings(key: str) -> list[str]:
+def _foreign_settings(flag: str) -> str | list[str]:
     # Imported lazily, because it is needed only for a message.
-    from lm_trainer.config.imports.translate import settings_for_foreign_key
+    from lm_trainer.config.imports.translate import explain_foreign_flag
 
-    return settings_for_foreign_key(key)
+    return explain_foreign_flag(flag)
 
 
 def refuse_settings_as_values(ctx: typer.Context, root: Any = None) -> None:

@@ -45,7 +45,7 @@ def new(
         lmt config new my.yaml --model llama --size 1B --data 'text/*.jsonl' --devices 8xH100
     """
     from lm_trainer.core.files import write_atomically
-    from lm_trainer.run.config.first_file import FAMILIES, SIZES, Choices, write_first_file
+    from lm_trainer.run.config.first_file import FAMILIES, SIZES, Choices, repetition_note, write_first_file
 
     if file.exists():
         raise UserError(f"{file}: there is such a file already; choose another name, or remove it")
@@ -60,6 +60,8 @@ def new(
     answers = {name: option or _ask(question, _DEFAULTS[name]) for name, (option, question) in questions.items()}
     choices = Choices(answers["model"], answers["size"], answers["data"], answers["devices"])
     write_atomically(file, write_first_file(choices, str(file)))
+    if (note := repetition_note(choices)) is not None:
+        clean.secho(f"note: {note}", err=True, fg=typer.colors.YELLOW)
     clean.echo(f"wrote {file}; next: lmt plan {file} --devices {choices.devices}, lmt train {file}")
 
 

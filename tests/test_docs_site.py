@@ -86,6 +86,22 @@ def test_a_page_is_read_without_a_request_to_another_server() -> None:
         assert not requests, page.name
 
 
+MADE_FROM_CODE = re.compile(r"reference/(config/|release-notes)")
+SIX_SCREENS = 1_000
+"""Words of a page that takes six screens of a phone; pages of tables take fewer."""
+
+
+def test_long_pages_begin_with_a_summary() -> None:
+    lacking = []
+    for page in DOCS.rglob("*.md"):
+        text = fill(page.read_text(encoding="utf-8"))
+        opening = re.sub(r"```.*?```|^\|.*?$|\{ #.*?\}", "", text.partition("\n## ")[0], flags=re.DOTALL | re.MULTILINE)
+        name = page.relative_to(DOCS).as_posix()
+        if len(text.split()) > SIX_SCREENS and len(opening.split()) < 30 and not MADE_FROM_CODE.match(name):
+            lacking.append(f"{name}: {' '.join(opening.split())}")
+    assert lacking == []
+
+
 def constants() -> list[str]:
     """Every text in the code that is no docstring."""
     texts = []

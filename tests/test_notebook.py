@@ -43,7 +43,9 @@ def test_the_page_shows_the_cells_with_their_outputs() -> None:
     assert page.count("<svg") >= 4
     assert "largest difference of a logit" in page
     # A blank line would end the HTML of an output.
-    assert all("\n" not in block for block in re.findall(r"^<div>.*?</div>$", page, re.MULTILINE))
+    outputs = re.findall(r'^<div class="output">.*?</div>$', page, re.MULTILINE | re.DOTALL)
+    assert len(outputs) >= 4
+    assert all("\n" not in block for block in outputs)
 
 
 class Cell:

@@ -22,14 +22,14 @@ REPOSITORY = "https://git.example/team/lm_trainer"
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 
-def build_wheel(source: Path, out: Path, env: Mapping[str, str] | None = None) -> Path:
-    """Builds the wheel of a source tree, without a network."""
+def build_package(source: Path, out: Path, target: str = "wheel", env: Mapping[str, str] | None = None) -> Path:
+    """Builds the wheel or the source distribution (`sdist`) of a source tree, without a network."""
     inherited = {name: value for name, value in os.environ.items() if name != "LMT_REPOSITORY_URL"}
-    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(out)]
+    command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(out)]
     done = subprocess.run(command, cwd=source, env={**inherited, **(env or {})}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (wheel,) = out.glob("*.whl")
-    return wheel
+    (package,) = out.iterdir()
+    return package
 
 
 def files_of(wheel: Path) -> set[str]:
@@ -46,12 +46,12 @@ def metadata_of(wheel: Path) -> Metadata:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_wheel(ROOT, tmp_path_factory.mktemp("dist"))
+    return build_package(ROOT, tmp_path_factory.mktemp("dist"))
 
 
 @pytest.fixture(scope="module")
 def released_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_wheel(ROOT, tmp_path_factory.mktemp("dist"), {"LMT_REPOSITORY_URL": f"{REPOSITORY}/"})
+    return build_package(ROOT, tmp_path_factory.mktemp("dist"), env={"LMT_REPOSITORY_URL": f"{REPOSITORY}/"})
 
 
 @pytest.mark.slow
@@ -101,6 +101,16 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -
     assert files_of(wheel) == expected
 
 
+@pytest.mark.slow
+def test_the_source_distribution_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    sources = build_package(ROOT, tmp_path / "sources", "sdist")
+    shutil.unpack_archive(sources, tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    built = build_package(unpacked, tmp_path / "dist")
+    assert files_of(built) == files_of(wheel)
+    assert metadata_of(built).as_rfc822().as_string() == metadata_of(wheel).as_rfc822().as_string()
+
+
 def installed(wheel: Path, directory: Path) -> Path:
     """Installs a wheel into a new environment, whose other packages are those of this one, and returns its programs."""
     venv.create(directory, with_pip=False)
@@ -148,7 +158,7 @@ def test_the_image_has_all_that_the_wheel_is_built_from(wheel: Path, tmp_path: P
     for name in copied_into_the_image():
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, context / name)
-    assert files_of(build_wheel(context, tmp_path / "dist")) == files_of(wheel)
+    assert files_of(build_package(context, tmp_path / "dist")) == files_of(wheel)
 
 
 def test_the_image_is_fixed_not_of_root_and_says_how_it_is_built() -> None:

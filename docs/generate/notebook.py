@@ -80,7 +80,8 @@ def _cell_parts(cell: dict[str, Any]) -> Iterator[str]:
         data = output.get("data", {})
         if "text/html" in data:
             # Blank lines would end the HTML block of Markdown.
-            yield f"<div>{re.sub(chr(10) + '+', '&#10;', ''.join(data['text/html']))}</div>"
+            html_output = re.sub("\n+", "&#10;", "".join(data["text/html"]))
+            yield f'<div class="output">{html_output}</div>'
         elif "text/plain" in data:
             yield _text_block("".join(data["text/plain"]))
 

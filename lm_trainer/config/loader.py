@@ -53,7 +53,7 @@ def load(
     root: type[ConfigT],
     *,
     options: Sequence[str] = (),
-    foreign: Callable[[str], Sequence[str]] | None = None,
+    foreign: Callable[[str], str | Sequence[str]] | None = None,
 ) -> LoadedConfig[ConfigT]:
     """Reads a configuration file, applies overrides and validates the result.
 
@@ -62,7 +62,8 @@ def load(
         overrides: words of the form `key=value`, or `--key` and `value`. See `lm_trainer.config.overrides`.
         root: the class of the whole configuration.
         options: options of the command, which are suggested for misspelt options among the overrides.
-        foreign: returns our keys for an option name of other frameworks, which are suggested for unknown options.
+        foreign: returns our keys for an option name of other frameworks, which are suggested for unknown options, or a
+            sentence if another name is not enough.
 
     Raises:
         ConfigError: if there are problems; lists all problems of the files and overrides, in order.

@@ -64,8 +64,8 @@ class Suggestions:
 
     options: Sequence[str] = ()
     """Options of the command, such as `--dry-run`."""
-    foreign: Callable[[str], Sequence[str]] | None = None
-    """Returns our keys for an option name of other frameworks."""
+    foreign: Callable[[str], str | Sequence[str]] | None = None
+    """Returns our keys for an option name of other frameworks, or a sentence if another name is not enough."""
 
 
 def parse_overrides(
@@ -156,9 +156,11 @@ def _take_setting(
 
 
 def _suggest_options(word: str, root: type[BaseModel], suggestions: Suggestions) -> str:
-    """Returns suggested options for a word, formatted by `format_suggestions`."""
+    """Returns what to write instead of a word: a sentence, or options formatted by `format_suggestions`."""
     keys = [f"--{key}" for key in all_keys(ConfigNode.root(root))]
     foreign = suggestions.foreign(word.lstrip("-")) if suggestions.foreign is not None else ()
+    if isinstance(foreign, str):
+        return f"; {foreign}"
     from_foreign = [f"--{key}" for key in foreign if f"--{key}" in keys]
     return format_suggestions(from_foreign) or did_you_mean(word, suggestions.options) or did_you_mean(word, keys)
 

@@ -165,8 +165,10 @@ def _expectation_note(plan: RunPlan) -> Iterator[str]:
 def _budget_verdict(plan: RunPlan) -> str:
     if plan.budget is None:
         return ""
-    verdict = "fits in" if _is_within_budget(plan) else f"{DOES_NOT_FIT} in"
-    return f": {verdict} {format_bytes(plan.budget.bytes)} ({plan.budget.origin})"
+    budget = f"{format_bytes(plan.budget.bytes)} ({plan.budget.origin})"
+    if _is_within_budget(plan):
+        return f": fits in {budget}"
+    return f": {DOES_NOT_FIT} in {budget}, by {format_bytes(plan.memory.peak.bytes - plan.budget.bytes)}"
 
 
 def _describe_largest_microbatch(plan: RunPlan) -> str:

@@ -41,6 +41,21 @@ def test_data_is_files_a_set_of_the_hub_or_the_text_of_python(lmt: Lmt, in_tmp_p
 
 
 @pytest.mark.parametrize(
+    ("size", "held_out", "times"),
+    [(4 * 256 * 20 * 7, 7, "8,371"), (4 * 256 * 20 * 4000, 512, "15"), (40, 1, "30,000,000")],
+)
+def test_a_short_text_is_not_held_out_as_a_whole(
+    lmt: Lmt, in_tmp_path: Path, size: int, held_out: int, times: str
+) -> None:
+    """A twentieth of the rows of 256 tokens, at 4 bytes a token; 300 million tokens are 20 for each parameter."""
+    with (in_tmp_path / "text.txt").open("wb") as file:
+        file.truncate(size)
+    result = lmt("config", "new", "my.yaml", "--data", "*.txt")
+    assert load(in_tmp_path / "my.yaml", [], RunConfig).config.data.num_validation_sequences == held_out
+    assert f"note: the text has about {size // 4:,} tokens, so the run reads it about {times} times" in result.stderr
+
+
+@pytest.mark.parametrize(
     "data",
     [
         "it's/*.txt",

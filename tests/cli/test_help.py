@@ -83,6 +83,7 @@ def test_a_misspelt_command_is_answered_with_the_near_one() -> None:
     ("arguments", "message"),
     [
         (["fine-tune", "x.yaml"], "no command 'fine-tune': here it is lmt train CONFIG, with initialize_from_hf"),
+        (["sft", "x.yaml"], "no command 'sft': here it is lmt train CONFIG, with data.format"),
         (["convert"], "no command 'convert': here it is lmt import-hf"),
         (["generate"], "missing argument 'MODEL'; `lmt generate --help` tells more"),
         (["plan", str(ROOT / "configs/gpt2_nano.yaml")], "missing option '--devices'; `lmt plan --help` tells more"),

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import pytest
 from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
-from lm_trainer.config.imports.translate import settings_for_foreign_key
+from lm_trainer.config.imports.translate import explain_foreign_flag
 from lm_trainer.config.loader import LoadedConfig, load
 from lm_trainer.core.config import Config, Duration, IgnoredKey, Name
 from lm_trainer.core.errors import ConfigError
@@ -151,7 +151,7 @@ class Files:
         return Path(name)
 
     def load(self, text: str, *overrides: str) -> LoadedConfig[Any]:
-        return load(self.write(text), overrides, Run, options=OPTIONS, foreign=settings_for_foreign_key)
+        return load(self.write(text), overrides, Run, options=OPTIONS, foreign=explain_foreign_flag)
 
     def problems(self, text: str, *overrides: str) -> list[str]:
         """Lists the problems of a file; the file's name is left out of the positions."""
@@ -160,5 +160,5 @@ class Files:
 
     def problems_of(self, name: str, *overrides: str) -> list[str]:
         with pytest.raises(ConfigError) as caught:
-            load(Path(name), overrides, Run, options=OPTIONS, foreign=settings_for_foreign_key)
+            load(Path(name), overrides, Run, options=OPTIONS, foreign=explain_foreign_flag)
         return [problem.removeprefix("run.yaml:").removeprefix(" ") for problem in caught.value.problems]

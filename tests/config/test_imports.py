@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -366,6 +367,9 @@ def test_every_setting_that_a_rule_names_is_a_key_of_ours() -> None:
     for dialect in DIALECTS:
         named = {rule for rule in dialect.keys.values() if isinstance(rule, str)} | dialect.always.keys()
         assert named <= our_keys, dialect.name
+        sentences = " ".join(dialect.flags.values())
+        assert {*re.findall(r"\b(?:trainer|data|optimizer)\.[\w.]*\w", sentences)} <= our_keys
+        assert dialect.flags.keys() <= dialect.keys.keys()
 
 
 def test_the_batch_of_trl_is_multiplied_by_the_devices(tmp_path: Path) -> None:

@@ -146,6 +146,12 @@ class TestTypes:
         (["--seed", "3"], "--seed: no such option; did you mean '--trainer.seed'?"),
         # As nanoGPT spells it.
         (["--max_iters=3"], "override `--max_iters=3`: no such option; did you mean '--trainer.num_train_steps'?"),
+        # A batch of all devices is not another name for the batch of one.
+        (
+            ["--per_device_train_batch_size=8"],
+            "override `--per_device_train_batch_size=8`: no such option; trainer.train_batch_size counts the rows",
+        ),
+        (["--num_train_epochs", "3"], "--num_train_epochs: no such option; write data.epochs and data.stop_strategy="),
         (["--verbose"], "--verbose: no such option"),
         (["-d"], "-d: no such option; did you mean '--dry-run'?"),
         (["-dx"], "-dx: no such option; did you mean '--dry-run'?"),

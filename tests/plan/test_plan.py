@@ -21,7 +21,7 @@ from lm_trainer.plan.estimate import Traces, estimate_step
 from lm_trainer.plan.fit import find_largest_microbatch, possible_rows
 from lm_trainer.plan.memory import StepMemory
 from lm_trainer.plan.programs import ProgramWork, step_time
-from lm_trainer.plan.table import plan_lines
+from lm_trainer.plan.table import format_bytes, plan_lines
 from lm_trainer.plan.target import target_devices
 from lm_trainer.profile.devices import Bandwidths, device_kind, device_memory
 from lm_trainer.profile.peaks import datasheet_peak, known_devices
@@ -191,7 +191,8 @@ def test_fewer_microbatches_share_a_gather_where_all_do_not_fit():
     plan = plan_run(configured, parse_devices("2xH100"), devices, Assumptions(vocab_size=VOCAB, memory=peaks[4]))
     text = "\n".join(plan_lines(plan))
     assert re.search(r"1 row, as it is, .* with trainer.microbatches_per_gather=4 \(the same numbers\)", text)
-    assert "DOES NOT FIT" in text
+    missing = format_bytes(peaks[8] - peaks[4])
+    assert re.search(rf"DOES NOT FIT in {format_bytes(peaks[4])} .*, by {re.escape(missing)}$", text, re.MULTILINE)
 
 
 @pytest.mark.slow

@@ -56,6 +56,8 @@ class Dialect:
     """The framework's default values that differ from ours, or a function that returns them for a file's values."""
     always: Settings = field(default_factory=dict)
     """Our settings that apply to every configuration of the framework."""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """Sentences on options of the framework's program for which another name is not enough, by option."""
 
 
 USED = Used()

@@ -94,9 +94,13 @@ _SOURCES = {"train_urls", "id", "source", "configs"}
 """Keys of `data` that select the training data."""
 
 
-def settings_for_foreign_key(key: str) -> list[str]:
-    """Returns our keys for a key of other frameworks, in the order of the dialects. Most keys have none."""
-    rules = [dialect.keys.get(key) for dialect in DIALECTS]
+def explain_foreign_flag(flag: str) -> str | list[str]:
+    """Returns our keys for an option name of other frameworks, in the order of the dialects, or a sentence if another
+    name is not enough. Most names have no keys.
+    """
+    if (sentence := next((dialect.flags[flag] for dialect in DIALECTS if flag in dialect.flags), None)) is not None:
+        return sentence
+    rules = [dialect.keys.get(flag) for dialect in DIALECTS]
     return [*dict.fromkeys(rule for rule in rules if isinstance(rule, str))]
 
 

@@ -298,6 +298,25 @@ _KEYS: dict[str, Rule] = {
     **dict.fromkeys(("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "use_cpu", "main_process_port"), DEVICES),
 }
 
+_FLAGS = {
+    "per_device_train_batch_size": "trainer.train_batch_size counts the rows of all devices and accumulated batches "
+    "together",
+    "gradient_accumulation_steps": "trainer.train_batch_size is the batch of a step, which is divided by itself",
+    "per_device_eval_batch_size": "evaluations use batches of the size of training",
+    _EPOCHS: "write data.epochs and data.stop_strategy=first_exhausted; with these, --dry-run gives the number of "
+    "steps, for trainer.num_train_steps",
+    "max_steps": "write trainer.num_train_steps",
+    "lr_scheduler_type": "write optimizer.lr_schedule: linear, cosine or constant",
+    "optim": "write optimizer.type",
+    "bf16": "write trainer.mp=p=f32,c=bfloat16",
+    "fp16": "write trainer.mp=p=f32,c=bfloat16: float16 needs a scaled loss, which is not available",
+    "report_to": "write trainer.tracker.type",
+    "save_steps": "trainer.checkpointer.save_interval is the time between checkpoints, and trainer.checkpointer.keep "
+    "keeps some of them by step",
+    "deepspeed": "sharding needs no file: trainer.gather=layer needs as little memory as ZeRO-3",
+    "fsdp": "sharding needs no setting: trainer.gather=layer needs as little memory as FSDP",
+}
+
 TRL = Dialect(
     "TRL",
     frozenset(
@@ -313,4 +332,5 @@ TRL = Dialect(
     ),
     _KEYS,
     _default_values,
+    flags=_FLAGS,
 )

@@ -10,6 +10,7 @@ import yaml
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.terminal import escape_line
+from lm_trainer.data.sources.urls import list_files
 from lm_trainer.run.config.default_shards import default_microbatches
 
 TOKENS_PER_PARAMETER = 20
@@ -51,6 +52,11 @@ TIED_BELOW = 2_000_000_000
 FAMILIES = ("llama", "qwen3", "olmo2", "olmo3", "gpt2")
 """Families of a first configuration, all with keys of the same names."""
 
+BYTES_PER_TOKEN = 4
+"""Bytes of text for a token, about what the tokenizers of published models reach on English text."""
+
+MAX_HELD_OUT_ROWS = 512
+
 _DEVICES = re.compile(r"(\d+)x([\w.-]+)|([\w.-]+):(\d+(?:x\d+)*)")
 _HUB = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
 
@@ -65,6 +71,31 @@ class Choices:
     """Files or a glob, a data set on the hub (`org/name`), or `python` for the text that Python includes."""
     devices: str
     """Number and kind, such as `8xH100` or `1xcpu`."""
+
+
+def estimate_tokens(data: str) -> int | None:
+    """Returns the approximate number of tokens in files on this machine, with compressed files at their own size.
+
+    Returns None for other data, and if no file has the name.
+    """
+    if data == "python" or "://" in data:
+        return None
+    try:
+        files = list_files([data], "--data")
+    except UserError:
+        return None  # the file may be written later
+    return sum(file.size for file in files) // BYTES_PER_TOKEN
+
+
+def repetition_note(choices: Choices) -> str | None:
+    """Returns a sentence on a run that reads its text more than once, or None."""
+    tokens, size = estimate_tokens(choices.data), SIZES[choices.size.upper()]
+    if not tokens or tokens >= (trained := TOKENS_PER_PARAMETER * size.params):
+        return None
+    return (
+        f"the text has about {tokens:,} tokens, so the run reads it about {trained / tokens:,.0f} times: add text, or "
+        f"lower trainer.num_train_steps"
+    )
 
 
 def write_first_file(choices: Choices, file: str) -> str:
@@ -154,7 +185,9 @@ def _model(family: str, size: Size) -> str:
 
 def _data(data: str, size: Size) -> str:
     tokenizer = "{type: trained_bpe, vocab_size: 4096}" if size.params < 100_000_000 else "openai-community/gpt2"
-    held_out = {"num_validation_sequences": 512}
+    tokens = estimate_tokens(data)
+    rows = MAX_HELD_OUT_ROWS if tokens is None else min(MAX_HELD_OUT_ROWS, max(1, tokens // size.seq_len // 20))
+    held_out = {"num_validation_sequences": rows}
     if data == "python":
         return _block("data", {"tokenizer": "{type: trained_bpe, vocab_size: 4096}"})
     if _HUB.fullmatch(data) and "." not in data.rpartition("/")[2]:
