@@ -102,6 +102,11 @@ def test_the_plan_fits_and_is_the_one_in_the_head(run_lmt: RunLmt, in_tmp_path: 
     # XLA's plan for a CPU changes a little with its version.
     assert peak == pytest.approx(float(match[1]), rel=0.1)
     assert peak < float(match[2])
+    if "device hours" in (written := head(name)["Time and price"]):
+        for unit, planned in (("device hours", plan["time"]["device_hours"]), ("dollars", plan["time"]["cost"])):
+            match = re.search(rf"([\d,.]+) {unit}", written)
+            assert match is not None
+            assert planned == pytest.approx(number(match[1]), rel=0.02), unit
 
 
 def scaled_down(name: str, directory: Path) -> list[Any]:
