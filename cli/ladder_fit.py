@@ -7,6 +7,7 @@ import typer
 
 from cli import clean
 from cli.common import OVERRIDES, OverridesArgument, path_option, source_argument
+from cli.ladder_curve import load_curve_ladder, predict_one_curve, print_prediction, register_curve
 from cli.ladder_file import load_ladder
 from lm_trainer.core.errors import UserError
 
@@ -28,6 +29,21 @@ MaxOption = Annotated[
     typer.Option(
         "--max-extrapolation", min=1, help="Maximum extrapolation, as a multiple of the largest rung's compute."
     ),
+]
+CurveOption = Annotated[
+    bool, typer.Option("--curve", help="Predict the training loss by step, from the loss curves of the ladder's runs.")
+]
+CurveRunOption = Annotated[
+    Path | None,
+    path_option(
+        "--run",
+        metavar="CONFIG",
+        help="With --curve, instead of --size: the YAML file of a run with a model or schedule of its own.",
+        show_default=False,
+    ),
+]
+LevelOption = Annotated[
+    float, typer.Option("--level", help="With --curve: fraction of the windows that the band is to contain.")
 ]
 ExtrapolateOption = Annotated[bool, typer.Option("--extrapolate", help="Allow predictions beyond --max-extrapolation.")]
 
@@ -67,6 +83,13 @@ def _load_fit(ctx: typer.Context, source: Path, overrides: list[str] | None = No
 def _refuse_settings(source: Path, overrides: list[str] | None) -> None:
     if overrides:
         raise UserError(f"{overrides[0]}: settings are for a ladder's YAML file; {source} has none")
+
+
+def _refuse_options(reason: str, **options: object) -> None:
+    """Raises UserError if an option is set that has no effect here."""
+    for name, value in options.items():
+        if value is not None:
+            raise UserError(f"--{name} {value}: {reason} no --{name}; remove it")
 
 
 def fit(
@@ -157,19 +180,39 @@ def predict(
             show_default=False,
         ),
     ] = None,
+    curve: CurveOption = False,
+    size: Annotated[
+        str | None,
+        typer.Option("--size", help="With --curve: a size that the ladder's models define.", show_default=False),
+    ] = None,
+    run: CurveRunOption = None,
+    level: LevelOption = 0.9,
     max_extrapolation: MaxOption = 100,
     extrapolate: ExtrapolateOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Predict, with intervals, the metrics of a run that has not been trained, or the best use of a compute budget.
 
+    With --curve, predicts the training loss by step with a band.
+
     Examples:
         lmt ladder predict fit.json --params 7e9 --tokens 4e12
 
         lmt ladder predict configs/ladder_nano.yaml --flops 1e15
+
+        lmt ladder predict configs/ladder_nano.yaml --curve --size 273k
     """
     import json
 
+    if curve:
+        _refuse_options("--curve takes --size or --run, and", params=params, tokens=tokens, flops=flops)
+        ladder = load_curve_ladder(ctx, source, overrides)
+        limits = {"max_extrapolation": max_extrapolation, "extrapolate": extrapolate}
+        print_prediction(
+            *predict_one_curve(ladder, size=size, run=run, level=level, registers=False, **limits), as_json=as_json
+        )
+        return
+    _refuse_options("without --curve,", size=size, run=run)
     if (flops is None) == (params is None) or (params is None) != (tokens is None):
         raise UserError("predict needs --params and --tokens, or --flops alone")
     law_fit = _load_fit(ctx, source, overrides)
@@ -262,10 +305,16 @@ def register(
         ),
     ] = None,
     fitted: FitOption = None,
+    curve: CurveOption = False,
+    run: CurveRunOption = None,
+    level: LevelOption = 0.9,
     out: Annotated[
         Path | None,
         path_option(
-            "--out", metavar="FILE", help="File to write. Default: predictions/SIZE.json in the ladder's directory."
+            "--out",
+            metavar="FILE",
+            help="File to write. Default: predictions/SIZE.json in the ladder's directory; with --curve "
+            "predictions/curves/SIZE.json.",
         ),
     ] = None,
     max_extrapolation: MaxOption = 100,
@@ -273,11 +322,23 @@ def register(
 ) -> None:
     """Record a dated and hashed prediction before a run is trained; `lmt ladder status` scores it later.
 
+    With --curve, records the training loss by step with a band, for `trainer.alerts.off_prediction` and `lmt report`.
+
     Examples:
         lmt ladder register configs/ladder_nano.yaml --size 273k
 
         lmt ladder register fit.json --params 7e9 --tokens 4e12 --out 7b.json
+
+        lmt ladder register configs/ladder_nano.yaml --curve --size 273k
     """
+    if curve:
+        _refuse_options("--curve takes --size or --run, and", params=params, tokens=tokens, fit=fitted)
+        ladder = load_curve_ladder(ctx, source, overrides)
+        limits = {"max_extrapolation": max_extrapolation, "extrapolate": extrapolate}
+        law, prediction = predict_one_curve(ladder, size=size, run=run, level=level, registers=True, **limits)
+        register_curve(ladder, law, prediction, size=size, out=out)
+        return
+    _refuse_options("without --curve,", run=run)
     if (size is None) == (params is None) or (params is None) != (tokens is None):
         raise UserError("register needs --size, or --params and --tokens")
     if size is not None and not _is_ladder(source):
@@ -301,8 +362,8 @@ def register(
     assert out is not None
     digest = registry.write_registration(out, law_fit, predictions, size=size)
     for name, prediction in predictions:
-        run = prediction.run
-        clean.echo(f"{name}: {prediction.metric} {run.value:.4f} ({run.low:.4f} to {run.high:.4f})")
+        loss = prediction.run
+        clean.echo(f"{name}: {prediction.metric} {loss.value:.4f} ({loss.low:.4f} to {loss.high:.4f})")
     clean.echo(f"{out}: registered, sha256 {digest}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -174,7 +174,16 @@ def _ratio_warnings(fit: Fit, tokens_per_param: float) -> tuple[str, ...]:
     )
 
 
-def check_range(fit: Fit, flops: float, *, max_extrapolation: float, extrapolate: bool) -> float:
+class HasLargestRung(Protocol):
+    """A fit to rungs."""
+
+    @property
+    def max_flops(self) -> float:
+        """Compute (6 N D) of the largest rung."""
+        ...
+
+
+def check_range(fit: HasLargestRung, flops: float, *, max_extrapolation: float, extrapolate: bool) -> float:
     """Returns the ratio of a compute budget to the largest rung's compute; raises `UserError` if it is too large."""
     ratio = flops / fit.max_flops
     if ratio > max_extrapolation and not extrapolate:
