@@ -23,6 +23,8 @@ from lm_trainer.ladder.fit.law import training_flops
 _FEWEST_SIZES = 3
 _SIZE_CONSTANTS = 3
 """Constants that the mean losses of the runs determine: L0, B and beta."""
+_DRAWN_RATIO = 1.1
+"""Ratio between the horizons that are tried for a resample."""
 _BLOCKS = 8
 """Number of blocks into which the errors of a curve are cut when they are drawn."""
 
@@ -109,8 +111,8 @@ def fit_curves(
         raise UserError(f"--draws {draws}: a band needs at least 20")
     design = CurveDesign([c.plan for c in curves], [c.windows for c in curves])
     loss_W = np.concatenate([curve.loss_W for curve in curves])
-    constants_K, index = design.fit(loss_W)
-    fitted_W = design.predict(constants_K, index)
+    constants_K, horizon = design.fit(loss_W)
+    fitted_W = design.predict(constants_K, horizon)
     runs = np.cumsum([len(curve.loss_W) for curve in curves])[:-1]
     errors = np.split(np.log(loss_W / fitted_W), runs)
     means_R = np.array([errors_W.mean() for errors_W in errors])
@@ -123,7 +125,7 @@ def fit_curves(
     for _ in range(draws):
         drawn = [_draw_blocks(errors_W, rng) + drawn_offset * rng.standard_normal() for errors_W in within]
         drawn_W = fitted_W * np.exp(np.concatenate(drawn))
-        laws.append(design.to_law(*design.refine_horizon(drawn_W, constants_K, index)[:2]))
+        laws.append(design.to_law(*design.refine_horizon(drawn_W, constants_K, horizon, _DRAWN_RATIO)[:2]))
     batch_noise = float(np.mean([curve.noise * np.sqrt(curve.plan.batch_tokens) for curve in curves]))
     wander = [
         np.mean(errors_W**2) - curve.noise**2 / curve.windows.length
@@ -131,7 +133,7 @@ def fit_curves(
     ]
     return CurveFit(
         tuple(curves),
-        design.to_law(constants_K, index),
+        design.to_law(constants_K, horizon),
         tuple(laws),
         level,
         seed,

@@ -1,10 +1,10 @@
 """The law of loss curves and its fit.
 
 L(s, N) = L0 + A / S1(s)^alpha + B / N^beta - C S2(s) / N^gamma, with the forward area S1 and the annealing area S2 of
-the learning rate up to step s: equation 1 of Tissue et al. 2024 (arXiv 2408.11029) with terms of the size. At a constant
-learning rate S1 is the number of tokens, and this is equation 2 of Hoffmann et al. 2022 (arXiv 2203.15556).
+the learning rate up to step s: equation 1 of Tissue et al. 2024 (arXiv 2408.11029) with terms of the size. At a
+constant learning rate S1 is the number of tokens, and this is equation 2 of Hoffmann et al. 2022 (arXiv 2203.15556).
 
-Shape letters: W is the number of windows of all curves, H the number of horizons, K the number of constants.
+Shape letters: W is the number of windows of all curves, K the number of constants.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ _ALPHAS = _BETAS = np.geomspace(0.05, 1.5, 7)
 _GAMMAS = (-0.5, 0.0, 0.5)
 _STARTS = 4
 """Number of cells of the grid from which the fit is refined."""
+_SHORTEST = 2.0
+"""Shortest horizon, in steps."""
+_RATIOS = (1.4, 1.1, 1.02)
+"""Ratios between neighbouring horizons in the successive refinements of a fit."""
 
 
 @dataclass(frozen=True)
@@ -70,67 +74,65 @@ class CurveDesign:
     """
 
     def __init__(self, plans: Sequence[RatePlan], windows: Sequence[Windows]):
-        longest = max(plan.steps for plan in plans)
-        self.annealed = any(plan.annealed for plan in plans)
+        self._pairs = list(zip(plans, windows, strict=True))
+        self._annealed = any(plan.annealed for plan in plans)
         # From annealing that is forgotten at once to annealing that is never forgotten.
-        self.horizons_H = np.geomspace(2.0, 2.0 * longest, 24)
-        log_size_W = np.concatenate(
-            [np.full(len(w.last_W), np.log(plan.num_params)) for plan, w in zip(plans, windows, strict=True)]
-        )
-        log_forward_W = np.log(
-            np.concatenate([w.mean(plan.forward_area()) for plan, w in zip(plans, windows, strict=True)])
-        )
-        self._annealed_HW = np.stack(
-            [
-                np.concatenate([w.mean(plan.annealing_area(h)) for plan, w in zip(plans, windows, strict=True)])
-                for h in self.horizons_H
-            ]
-        )
-        # Divided by the largest value, so that C has the unit of the loss.
-        self._scales_H = np.maximum(np.abs(self._annealed_HW).max(-1), 1e-12)
-        self.mean_size, self.mean_forward = float(log_size_W.mean()), float(log_forward_W.mean())
-        self.size_W, self.forward_W = log_size_W - self.mean_size, log_forward_W - self.mean_forward
+        self._horizons = _SHORTEST, 2.0 * max(plan.steps for plan in plans)
+        self._areas: dict[float, tuple[np.ndarray, float]] = {}
+        log_size_W = np.concatenate([np.full(len(w.last_W), np.log(plan.num_params)) for plan, w in self._pairs])
+        log_forward_W = np.log(np.concatenate([w.mean(plan.forward_area()) for plan, w in self._pairs]))
+        self._mean_size, self._mean_forward = float(log_size_W.mean()), float(log_forward_W.mean())
+        self._size_W, self._forward_W = log_size_W - self._mean_size, log_forward_W - self._mean_forward
 
-    def fit(self, loss_W: np.ndarray) -> tuple[np.ndarray, int]:
-        """Returns the centred constants (7,) and the index of the horizon with the least sum of squared relative
-        errors.
+    def fit(self, loss_W: np.ndarray) -> tuple[np.ndarray, float]:
+        """Returns the centred constants (7,) and the horizon with the least sum of squared relative errors.
 
         For fixed exponents and a fixed horizon the law is linear, so non-negative least squares finds the best L0, A, B
         and C. The others are searched on a grid, and the best cells refined.
         """
+        horizons = np.geomspace(*self._horizons, 8) if self._annealed else self._horizons[:1]
+        gammas = _GAMMAS if self._annealed else (0.0,)
         cells = []
-        horizons = range(0, len(self.horizons_H), 3) if self.annealed else (0,)
-        for alpha, beta, gamma, index in product(_ALPHAS, _BETAS, _GAMMAS if self.annealed else (0.0,), horizons):
-            columns_WK = self._columns(alpha, beta, gamma, index)
+        for alpha, beta, gamma, horizon in product(_ALPHAS, _BETAS, gammas, map(float, horizons)):
+            columns_WK = self._columns(alpha, beta, gamma, horizon)
             linear, norm = nnls(columns_WK / loss_W[:, None], np.ones_like(loss_W))
-            cells.append((norm, index, np.array([*linear, alpha, beta, gamma])))
+            cells.append((norm, horizon, np.array([*linear, alpha, beta, gamma])))
         cells.sort(key=lambda cell: cell[0])
         # Every fourth of the best cells, because neighbours on the grid lead to the same minimum.
-        fits = [self.refine_horizon(loss_W, start, index) for _, index, start in cells[: 4 * _STARTS : 4]]
-        constants_K, index, _ = min(fits, key=lambda result: result[2])
-        return constants_K, index
+        starts = [(start, horizon) for _, horizon, start in cells[: 4 * _STARTS : 4]]
+        for ratio in _RATIOS:
+            fits = [self.refine_horizon(loss_W, start, horizon, ratio) for start, horizon in starts]
+            constants_K, horizon, _ = min(fits, key=lambda result: result[2])
+            starts = [(constants_K, horizon)]
+        return starts[0]
 
-    def refine_horizon(self, loss_W: np.ndarray, start_K: np.ndarray, index: int) -> tuple[np.ndarray, int, float]:
-        """Returns the constants (7,), the index of the horizon and the objective at the nearest minimum."""
-        best = (*self.refine(loss_W, start_K, index), index)
-        # Neighbours of the horizon are tried until none is better.
-        while self.annealed:
-            neighbours = [i for i in (best[2] - 1, best[2] + 1) if 0 <= i < len(self.horizons_H)]
-            tried = [(*self.refine(loss_W, best[0], i), i) for i in neighbours]
-            better = min(tried, key=lambda result: result[1])
-            if better[1] >= best[1]:
+    def refine_horizon(
+        self, loss_W: np.ndarray, start_K: np.ndarray, horizon: float, ratio: float
+    ) -> tuple[np.ndarray, float, float]:
+        """Returns the constants (7,), the horizon and the objective at the nearest minimum, among horizons that are a
+        power of `ratio` apart.
+        """
+        constants_K, value = self.refine(loss_W, start_K, horizon)
+        while self._annealed:
+            tried = [
+                (*self.refine(loss_W, constants_K, longer), longer)
+                for longer in (horizon / ratio, horizon * ratio)
+                if self._horizons[0] <= longer <= self._horizons[1]
+            ]
+            better_K, lower, longer = min(tried, key=lambda result: result[1])
+            if lower >= value:
                 break
-            best = better
-        return best[0], best[2], best[1]
+            constants_K, value, horizon = better_K, lower, longer
+        return constants_K, horizon, value
 
-    def refine(self, loss_W: np.ndarray, start_K: np.ndarray, index: int) -> tuple[np.ndarray, float]:
+    def refine(self, loss_W: np.ndarray, start_K: np.ndarray, horizon: float) -> tuple[np.ndarray, float]:
         """Returns the constants (7,) at the minimum that the start leads to, and the objective."""
 
         def errors(constants_K: np.ndarray) -> np.ndarray:
-            return self.predict(constants_K, index) / loss_W - 1
+            return self.predict(constants_K, horizon) / loss_W - 1
 
         def slopes(constants_K: np.ndarray) -> np.ndarray:
-            return self._slopes(constants_K, index) / loss_W[:, None]
+            return self._slopes(constants_K, horizon) / loss_W[:, None]
 
         start_K = np.clip(start_K, np.array(_LOWER) + 1e-9, _UPPER)
         result = least_squares(
@@ -145,39 +147,49 @@ class CurveDesign:
         )
         return result.x, float(result.cost)
 
-    def predict(self, constants_K: np.ndarray, index: int) -> np.ndarray:
+    def predict(self, constants_K: np.ndarray, horizon: float) -> np.ndarray:
         """Computes the losses of the windows (W,)."""
         alpha, beta, gamma = constants_K[4:]
-        return self._columns(alpha, beta, gamma, index) @ constants_K[:4]
+        return self._columns(alpha, beta, gamma, horizon) @ constants_K[:4]
 
-    def _slopes(self, constants_K: np.ndarray, index: int) -> np.ndarray:
+    def _slopes(self, constants_K: np.ndarray, horizon: float) -> np.ndarray:
         """Computes the derivatives of the losses with respect to the constants (W, 7)."""
         _, a, b, c, alpha, beta, gamma = constants_K
-        columns_WK = self._columns(alpha, beta, gamma, index)
+        columns_WK = self._columns(alpha, beta, gamma, horizon)
         of_exponents = (
-            -a * columns_WK[:, 1] * self.forward_W,
-            -b * columns_WK[:, 2] * self.size_W,
-            -c * columns_WK[:, 3] * self.size_W,
+            -a * columns_WK[:, 1] * self._forward_W,
+            -b * columns_WK[:, 2] * self._size_W,
+            -c * columns_WK[:, 3] * self._size_W,
         )
         return np.column_stack([columns_WK, *of_exponents])
 
-    def to_law(self, constants_K: np.ndarray, index: int) -> CurveLaw:
+    def to_law(self, constants_K: np.ndarray, horizon: float) -> CurveLaw:
         """Converts centred constants to a law for plain N, S1 and S2."""
         e, a, b, c, alpha, beta, gamma = map(float, constants_K)
         return CurveLaw(
             e,
-            a * float(np.exp(alpha * self.mean_forward)),
-            b * float(np.exp(beta * self.mean_size)),
-            c * float(np.exp(gamma * self.mean_size)) / float(self._scales_H[index]),
+            a * float(np.exp(alpha * self._mean_forward)),
+            b * float(np.exp(beta * self._mean_size)),
+            c * float(np.exp(gamma * self._mean_size)) / self._annealing(horizon)[1],
             alpha,
             beta,
             gamma,
-            float(self.horizons_H[index]),
+            horizon,
         )
 
-    def _columns(self, alpha: Any, beta: Any, gamma: Any, index: int) -> np.ndarray:
+    def _columns(self, alpha: Any, beta: Any, gamma: Any, horizon: float) -> np.ndarray:
         """Returns the terms whose sum is the loss, with factors of 1 (W, 4)."""
-        annealed_W = -np.exp(-gamma * self.size_W) * self._annealed_HW[index] / self._scales_H[index]
+        annealed_W = -np.exp(-gamma * self._size_W) * self._annealing(horizon)[0]
         return np.stack(
-            [np.ones_like(self.size_W), np.exp(-alpha * self.forward_W), np.exp(-beta * self.size_W), annealed_W], -1
+            [np.ones_like(self._size_W), np.exp(-alpha * self._forward_W), np.exp(-beta * self._size_W), annealed_W], -1
         )
+
+    def _annealing(self, horizon: float) -> tuple[np.ndarray, float]:
+        """Returns the annealing areas divided by the largest one (W,), so that C has the unit of the loss, and this
+        largest area.
+        """
+        if horizon not in self._areas:
+            area_W = np.concatenate([w.mean(plan.annealing_area(horizon)) for plan, w in self._pairs])
+            scale = max(float(np.abs(area_W).max()), 1e-12)
+            self._areas[horizon] = area_W / scale, scale
+        return self._areas[horizon]

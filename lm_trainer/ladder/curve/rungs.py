@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lm_trainer.core.errors import UserError
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.curve.areas import RatePlan, Windows, plan_rates
 from lm_trainer.ladder.metrics import check_owner
@@ -42,9 +41,6 @@ def read_curves(ladder: LadderConfig, *, without: Sequence[str] = ()) -> tuple[l
     Raises:
         UserError: if a directory contains a run of another ladder, or the form of the law cannot take a schedule.
     """
-    for size in without:
-        if size not in ladder.sizes:
-            raise UserError(f"--without {size}: the ladder has {', '.join(ladder.sizes)}")
     curves, notes = [], []
     for size in ladder.sizes:
         for seed in ladder.seeds if size not in without else ():
@@ -69,7 +65,9 @@ def _read_curve(ladder: LadderConfig, size: str, seed: int) -> RungCurve | str:
         last = f"{name} ends at step {int(steps[-1])} of {plan.steps}"
         return f"{last}; train it to its end with: lmt ladder run --size {size}"
     loss_S = np.full(plan.steps, np.nan)
-    loss_S[steps - 1] = losses
+    # A run of a longer form of the ladder has the same losses up to this length.
+    within = steps <= plan.steps
+    loss_S[steps[within] - 1] = losses[within]
     return _cut_into_windows(name, size, plan, windows, loss_S)
 
 
