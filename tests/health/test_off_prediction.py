@@ -137,7 +137,7 @@ def test_an_alert_reaches_the_terminal_with_its_step(file: Path, tmp_path: Path)
         ({"trainer": {"num_train_steps": 77}}, r"trainer.num_train_steps: was \d+, now 77"),
         ({"data": {"train_urls": "other.txt"}}, r"data.train_urls: was .*, now .*other.txt"),
         ({"optimizer": {"type": "adam", "learning_rate": 0.1}}, r"optimizer.learning_rate: was 0.0006, now 0.1"),
-        ({"model": {"type": "llama", "num_layers": 3}}, r"model.num_layers: was \d+, now 3"),
+        ({"model": {"type": "gpt2", "num_layers": 3}}, r"model.num_layers: was \d+, now 3"),
     ],
 )
 def test_another_run_than_the_predicted_one_is_refused(file: Path, change: dict[str, object], message: str) -> None:
