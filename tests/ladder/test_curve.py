@@ -13,7 +13,7 @@ from lm_trainer.health.alerts.predicted_curve import score_curve
 from lm_trainer.ladder import ModelLadder
 from lm_trainer.ladder.curve.areas import RatePlan, plan_rates
 from lm_trainer.ladder.curve.fitting import CurveFit, fit_curves
-from lm_trainer.ladder.curve.predict import PredictedRun, predict_curve
+from lm_trainer.ladder.curve.predict import PredictedRun, find_bounds, predict_curve
 from lm_trainer.run.config.run_config import RunConfig
 from tests.ladder.curves import SIZES, TARGET, TRUTH, cut, losses_of, noisy_losses, plan_of
 from tests.ladder.test_fit_commands import ladder_of
@@ -95,6 +95,16 @@ def test_the_band_holds_the_noise_of_a_run() -> None:
     assert score.windows == len(wide.last_steps)
     assert score.inside > 0.7 * score.windows
     assert np.mean(np.array(wide.high) - wide.low) > 1.5 * np.mean(np.array(inner.high) - inner.low)
+
+
+def test_constants_at_the_end_of_their_range_are_named(exact: CurveFit) -> None:
+    assert find_bounds(exact) == []
+    assert predict_curve(exact, target()).warnings == ()
+    # Losses that fall with the size faster than any exponent of the range.
+    steep = [cut(plan, losses_of(plan, replace(TRUTH, B=1e12, beta=2.6))) for plan in map(plan_of, SIZES)]
+    fit = fit_curves(steep, draws=20)
+    assert find_bounds(fit) == ["beta 2"]
+    assert "not determined by the rungs: beta 2" in predict_curve(fit, target()).warnings[0]
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ class CurveFit:
         return _student_ratio(self.freedom, self.level)
 
     def noise(self, plan: RatePlan, windows: Windows) -> float:
-        """Returns the standard deviation of the relative error of a window's mean, without that of the run."""
+        """Returns the standard deviation of the relative error of a window's mean, without the error of the run."""
         return float(np.hypot(self.wander, self.batch_noise / np.sqrt(plan.batch_tokens * windows.length)))
 
     def digest(self) -> str:

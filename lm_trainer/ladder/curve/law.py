@@ -19,14 +19,15 @@ from scipy.optimize import least_squares, nnls
 
 from lm_trainer.ladder.curve.areas import RatePlan, Windows
 
-_LOWER = (0.0, 0.0, 0.0, 0.0, 0.02, 0.02, -1.0)
-_UPPER = (np.inf, np.inf, np.inf, np.inf, 2.0, 2.0, 1.0)
+EXPONENT_RANGES = {"alpha": (0.02, 2.0), "beta": (0.02, 2.0), "gamma": (-1.0, 1.0)}
+_LOWER = (0.0, 0.0, 0.0, 0.0, *(low for low, _ in EXPONENT_RANGES.values()))
+_UPPER = (np.inf, np.inf, np.inf, np.inf, *(high for _, high in EXPONENT_RANGES.values()))
 _ALPHAS = _BETAS = np.geomspace(0.05, 1.5, 7)
 _GAMMAS = (-0.5, 0.0, 0.5)
 _STARTS = 4
 """Number of cells of the grid from which the fit is refined."""
-_SHORTEST = 2.0
-"""Shortest horizon, in steps."""
+_SHORTEST = 1.0
+"""Shortest horizon, in steps, at which annealing is forgotten at once."""
 _RATIOS = (1.4, 1.1, 1.02)
 """Ratios between neighbouring horizons in the successive refinements of a fit."""
 

@@ -16,6 +16,7 @@ from lm_trainer.health.alerts.predicted_curve import PredictedCurve
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.curve.areas import RatePlan, plan_rates
 from lm_trainer.ladder.curve.fitting import CurveFit
+from lm_trainer.ladder.curve.law import EXPONENT_RANGES
 from lm_trainer.ladder.curve.rungs import TRAIN_LOSS
 from lm_trainer.ladder.fit.law import training_flops
 from lm_trainer.ladder.fit.predict import MAX_EXTRAPOLATION, check_range, describe_extrapolation
@@ -27,6 +28,10 @@ from lm_trainer.run.config.run_config import RunConfig, numeric_differences
 _COPIES = 20
 """Number of runs that are drawn from each drawn law."""
 _SHOWN_ROWS = 12
+_FAR = 1.5
+"""Ratio to the largest value of the rungs from which on a quantity of the run causes a warning."""
+_TINY = 1e-6
+"""Distance from the end of a range below which a constant is at this end."""
 _NEAR_BATCH = 0.2
 """Maximum relative difference between the batch of a run and the batch of the recipe, without a warning."""
 
@@ -159,15 +164,31 @@ def _check_annealing(fit: CurveFit, run: PredictedRun) -> None:
         )
 
 
+def find_bounds(fit: CurveFit) -> list[str]:
+    """Returns the exponents of the law that are at the ends of their ranges, and L0 if it is 0, with their values."""
+    law = fit.law
+    values = {"alpha": law.alpha, "beta": law.beta}
+    at_end = [name for name, value in values.items() if not _is_inside(value, *EXPONENT_RANGES[name])]
+    if law.L0 < _TINY:
+        at_end.insert(0, "L0")
+    return [f"{name} {getattr(law, name):.3g}" for name in at_end]
+
+
+def _is_inside(value: float, low: float, high: float) -> bool:
+    return low + _TINY < value < high - _TINY
+
+
 def _collect_warnings(fit: CurveFit, plan: RatePlan) -> list[str]:
     """Returns sentences about what is outside the range of the rungs."""
     warnings, horizon = [], fit.law.horizon
+    if bounds := find_bounds(fit):
+        warnings.append(f"at the end of its range, and not determined by the rungs: {', '.join(bounds)}")
     reached = max(float(curve.plan.annealing_area(horizon).max()) for curve in fit.curves)
     area = float(plan.annealing_area(horizon).max())
-    if area > 1.1 * reached:
+    if area > _FAR * reached:
         warnings.append(f"the annealing area reaches {area:.3g}, in the rungs only {reached:.3g}")
     per_param = [curve.plan.tokens / curve.plan.num_params for curve in fit.curves]
-    if plan.tokens / plan.num_params > 1.1 * max(per_param):
+    if plan.tokens / plan.num_params > _FAR * max(per_param):
         warnings.append(f"D / N reaches {plan.tokens / plan.num_params:.3g}, in the rungs only {max(per_param):.3g}")
     return warnings
 
