@@ -23,6 +23,15 @@ FitOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON with full precision.")]
+UniqueOption = Annotated[
+    float | None,
+    typer.Option(
+        "--unique-tokens",
+        metavar="U",
+        help="Number of distinct tokens in the training text, if it is read more than once.",
+        show_default=False,
+    ),
+]
 MaxOption = Annotated[
     float,
     typer.Option(
@@ -104,6 +113,7 @@ def fit(
         bool,
         typer.Option("--pre-decay", help="Keep points from before the learning-rate decay, whose losses are higher."),
     ] = False,
+    unique_tokens: UniqueOption = None,
     out: Annotated[
         Path | None, path_option("--out", metavar="FIT.json", help="Save the fit for the other commands.")
     ] = None,
@@ -115,10 +125,14 @@ def fit(
         lmt ladder fit configs/ladder_nano.yaml --out fit.json
 
         lmt ladder fit points.csv --method huber --start olmo --metric eval/loss
+
+        lmt ladder fit points.csv --unique-tokens 4e9
     """
     import json
 
     points = _load_points(ctx, source, overrides, metric=metric, task=task, pre_decay=pre_decay, without=without or ())
+    if unique_tokens is not None:
+        points = points.with_unique_tokens(unique_tokens)
 
     from lm_trainer.ladder.fit.diagnostics import backtest, collect_caveats, measure_influence
     from lm_trainer.ladder.fit.fitting import FitSettings, save
@@ -157,6 +171,7 @@ def predict(
             show_default=False,
         ),
     ] = None,
+    unique_tokens: UniqueOption = None,
     max_extrapolation: MaxOption = 100,
     extrapolate: ExtrapolateOption = False,
     as_json: JsonOption = False,
@@ -176,7 +191,11 @@ def predict(
 
     from lm_trainer.ladder.fit import predict as law
 
-    limits = {"max_extrapolation": max_extrapolation, "extrapolate": extrapolate}
+    limits: dict[str, Any] = {
+        "unique_tokens": unique_tokens,
+        "max_extrapolation": max_extrapolation,
+        "extrapolate": extrapolate,
+    }
     if flops is not None:
         best = law.find_optimum(law_fit, flops, **limits)
         clean.echo(json.dumps(best.as_dict(), indent=1) if as_json else "\n".join(law.optimum_lines(law_fit, best)))
@@ -261,6 +280,7 @@ def register(
             "--tokens", metavar="D", help="Instead of --size: training tokens of the run.", show_default=False
         ),
     ] = None,
+    unique_tokens: UniqueOption = None,
     fitted: FitOption = None,
     out: Annotated[
         Path | None,
@@ -296,7 +316,11 @@ def register(
         out = out or registry.registration_path(ladder, size)
     elif params is not None and tokens is not None:
         targets = [(f"N {params:g}, D {tokens:g}", params, tokens)]
-    limits = {"max_extrapolation": max_extrapolation, "extrapolate": extrapolate}
+    limits: dict[str, Any] = {
+        "unique_tokens": unique_tokens,
+        "max_extrapolation": max_extrapolation,
+        "extrapolate": extrapolate,
+    }
     predictions = [(name, predict_run(law_fit, n, d, **limits)) for name, n, d in targets]
     assert out is not None
     digest = registry.write_registration(out, law_fit, predictions, size=size)

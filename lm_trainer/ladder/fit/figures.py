@@ -128,10 +128,13 @@ def _plot_loss(axes: Axes, fit: Fit, target: Prediction | None) -> None:
         axes.plot(flops, best, color="0.35", linewidth=1.2, label="best N and D")
     for size, color in zip(points.sizes, _colors(len(points.sizes)), strict=True):
         mask = points.num_params == size
+        unique = None if points.unique_tokens is None else points.unique_tokens[mask].max()
         shortest, longest = points.tokens[mask].min(), points.tokens[mask].max()
         for start, stop, style in ((shortest, longest, "-"), (longest, 4 * longest, ":")):
             tokens = np.geomspace(start, stop, 40)
-            axes.plot(FLOPS_PER_PARAM * size * tokens, law.loss(size, tokens), style, color=color, linewidth=1.3)
+            axes.plot(
+                FLOPS_PER_PARAM * size * tokens, law.loss(size, tokens, unique), style, color=color, linewidth=1.3
+            )
         axes.plot(
             points.flops[mask], points.loss[mask], "o", color=color, markersize=5, label=f"N {format_number(size)}"
         )

@@ -15,14 +15,16 @@ from lm_trainer.core.files import AnyPath, local_path
 from lm_trainer.ladder.fit.bootstrap import central_interval, fit_resamples
 from lm_trainer.ladder.fit.chain import AccuracySigmoid, fit_accuracy_sigmoid
 from lm_trainer.ladder.fit.huber import fit_huber
-from lm_trainer.ladder.fit.law import CONSTANTS, Law
+from lm_trainer.ladder.fit.law import Law
 from lm_trainer.ladder.fit.points import Points
+from lm_trainer.ladder.fit.repeats import RepeatLaw, make_design
 from lm_trainer.ladder.fit.settings import NUM_CONSTANTS, FitSettings
-from lm_trainer.ladder.fit.solver import Design, fit_by_variable_projection
+from lm_trainer.ladder.fit.solver import fit_by_variable_projection
 
-_FEWEST_POINTS = NUM_CONSTANTS + 1
 _FEWEST_SIZES = 3
 """Minimum number of different values of N, and of D: each has a factor and an exponent, and there is a constant."""
+_FEWEST_REPEATED = 2
+"""Minimum number of different repetitions for R*."""
 _CHAIN_DRAWS = 200
 """Maximum number of resamples for the sigmoid, because each needs a separate fit."""
 
@@ -43,13 +45,13 @@ class Fit:
     @property
     def errors(self) -> np.ndarray:
         """log(measured / fitted) of every point (P,)."""
-        return np.log(self.points.loss / self.law.loss(self.points.num_params, self.points.tokens))
+        return np.log(self.points.loss / self.points.fitted_loss(self.law))
 
     @property
     def noise(self) -> float:
         """Standard deviation of log L of a single measurement, estimated from the residuals."""
-        # The five fitted constants use up five degrees of freedom.
-        return float(np.sqrt((self.errors**2).sum() / (len(self.points) - NUM_CONSTANTS)))
+        # Each fitted constant uses up a degree of freedom.
+        return float(np.sqrt((self.errors**2).sum() / (len(self.points) - len(self.law.names))))
 
     @property
     def max_flops(self) -> float:
@@ -65,7 +67,7 @@ class Fit:
         return {
             "format": "lm_trainer ladder fit 1",
             "law": self.law.as_dict(),
-            "intervals": {name: self.interval(name) for name in CONSTANTS},
+            "intervals": {name: self.interval(name) for name in self.law.names},
             "noise": self.noise,
             "settings": asdict(self.settings),
             "points": self.points.as_dict(),
@@ -90,10 +92,10 @@ def fit(points: Points, settings: FitSettings | None = None) -> Fit:
     if settings.method == "huber":
         law = fit_huber(points, settings.start)
     else:
-        design = Design.from_points(points.num_params, points.tokens)
+        design = make_design(points)
         law = design.to_law(fit_by_variable_projection(design, points.loss))
     # Plain floats, as in JSON, so that a fit has the same digest after it is saved and read.
-    law = Law(*(float(getattr(law, name)) for name in CONSTANTS))
+    law = type(law)(*(float(getattr(law, name)) for name in law.names))
     drawn = fit_resamples(points, law, settings)
     if points.task is None:
         return Fit(points, settings, law, drawn)
@@ -106,10 +108,9 @@ def fit(points: Points, settings: FitSettings | None = None) -> Fit:
 def _check_points(points: Points) -> None:
     source, sizes, lengths = points.source or "the points", len(points.sizes), len(np.unique(points.tokens))
     label = f"{source}: {len(points)} points of {sizes} sizes"
-    if len(points) < _FEWEST_POINTS:
-        raise UserError(
-            f"{label} do not determine {NUM_CONSTANTS} constants; it takes {_FEWEST_POINTS} points, better 12"
-        )
+    constants = NUM_CONSTANTS + (points.unique_tokens is not None)
+    if len(points) <= constants:
+        raise UserError(f"{label} do not determine {constants} constants; it takes {constants + 1} points, better 12")
     if sizes < _FEWEST_SIZES:
         raise UserError(
             f"{label}: E, A and alpha cannot be told apart with fewer than {_FEWEST_SIZES}; train another size"
@@ -122,6 +123,16 @@ def _check_points(points: Points) -> None:
         raise UserError(
             f"{label} all have about {np.exp(spread.mean()):.3g} tokens per parameter, so that the effects of size and "
             "length cannot be told apart; raise chinchilla_multiple"
+        )
+    if points.unique_tokens is not None:
+        _check_repeats(points.tokens / points.unique_tokens, label)
+
+
+def _check_repeats(passes: np.ndarray, label: str) -> None:
+    if len(np.unique(passes[passes > 1])) < _FEWEST_REPEATED:
+        raise UserError(
+            f"{label} have at most {passes.max():.3g} passes over their text, too few to show what repeated text is "
+            f"worth; train {_FEWEST_REPEATED} points past one pass, better past 4, or fit without unique tokens"
         )
 
 
@@ -148,12 +159,13 @@ def from_dict(plain: Mapping[str, Any], source: str) -> Fit:
         return values and kind(**{key: np.asarray(value) for key, value in values.items()})
 
     try:
+        kind = RepeatLaw if "repeats" in plain["law"] else Law
         chain = plain["chain"] and AccuracySigmoid(**plain["chain"])
         return Fit(
             Points.from_dict(plain["points"]),
             FitSettings(**plain["settings"]),
-            Law(**plain["law"]),
-            arrays(Law, plain["draws"]),
+            kind(**plain["law"]),
+            arrays(kind, plain["draws"]),
             chain,
             arrays(AccuracySigmoid, plain["chain_draws"]),
         )

@@ -11,6 +11,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.ladder.fit.bootstrap import central_interval, student_t_factor
 from lm_trainer.ladder.fit.fitting import Fit
 from lm_trainer.ladder.fit.law import training_flops
+from lm_trainer.ladder.fit.repeats import RepeatLaw
 
 MAX_EXTRAPOLATION = 100.0
 """Multiple of the largest rung's compute beyond which predictions must be requested explicitly."""
@@ -80,6 +81,7 @@ def predict(
     num_params: float,
     tokens: float,
     *,
+    unique_tokens: float | None = None,
     max_extrapolation: float = MAX_EXTRAPOLATION,
     extrapolate: bool = False,
 ) -> Prediction:
@@ -89,22 +91,25 @@ def predict(
         fit: the fit.
         num_params: N of the run.
         tokens: D of the run.
+        unique_tokens: number of distinct tokens in its text; None if no token is seen twice.
         max_extrapolation: maximum ratio of the run's compute to the compute of the largest rung.
         extrapolate: ignores `max_extrapolation`.
 
     Raises:
-        UserError: if the ratio is above `max_extrapolation` and `extrapolate` is not set.
+        UserError: if the ratio is above `max_extrapolation` and `extrapolate` is not set, or the law is not for
+            repeated text.
     """
+    _check_unique_tokens(fit, unique_tokens)
     for name, value in (("--params", num_params), ("--tokens", tokens)):
         if not (np.isfinite(value) and value > 0):
             raise UserError(f"{name} {value:g}: it has to be finite and above 0")
     flops = training_flops(num_params, tokens)
     ratio = check_range(fit, flops, max_extrapolation=max_extrapolation, extrapolate=extrapolate)
-    level, value = fit.settings.level, float(fit.law.loss(num_params, tokens))
-    drawn = fit.draws.loss(num_params, tokens)
+    level, value = fit.settings.level, float(fit.law.loss(num_params, tokens, unique_tokens))
+    drawn = fit.draws.loss(num_params, tokens, unique_tokens)
     # A measurement is the loss of a drawn law times independent noise. The estimate of the noise from few residuals is
     # itself uncertain, so the noise is widened by Student's factor, as for the draws.
-    noise = fit.noise * student_t_factor(len(fit.points), level)
+    noise = fit.noise * student_t_factor(len(fit.points), level, len(fit.law.names))
     single = drawn * np.exp(noise * np.random.default_rng([fit.settings.seed, 3]).standard_normal(drawn.shape))
     accuracy = None
     if fit.chain is not None and fit.chain_draws is not None:
@@ -124,19 +129,27 @@ def predict(
         Range(value, *central_interval(single, level)),
         accuracy,
         fit.points.task_metric,
-        _ratio_warnings(fit, tokens / num_params),
+        (*_ratio_warnings(fit, tokens / num_params), *_repeat_warnings(fit, tokens, unique_tokens)),
     )
 
 
 def find_optimum(
-    fit: Fit, flops: float, *, max_extrapolation: float = MAX_EXTRAPOLATION, extrapolate: bool = False
+    fit: Fit,
+    flops: float,
+    *,
+    unique_tokens: float | None = None,
+    max_extrapolation: float = MAX_EXTRAPOLATION,
+    extrapolate: bool = False,
 ) -> Optimum:
     """Finds the numbers of parameters and tokens with the lowest loss for a compute budget of 6 N D.
+
+    With `unique_tokens`, all tokens are from a text with so many distinct ones.
 
     Raises:
         UserError: for the same reasons as in `predict`, or if the law has no optimum because it does not depend on size
             or on length.
     """
+    _check_unique_tokens(fit, unique_tokens)
     if not (np.isfinite(flops) and flops > 0):
         raise UserError(f"--flops {flops:g}: it has to be finite and above 0")
     ratio = check_range(fit, flops, max_extrapolation=max_extrapolation, extrapolate=extrapolate)
@@ -145,12 +158,12 @@ def find_optimum(
         raise UserError(
             f"the fitted law does not depend on {factor}, so that no allocation is best; add rungs and fit again"
         )
-    num_params, tokens = fit.law.optimum(flops)
-    drawn_params, drawn_tokens = fit.draws.optimum(flops)
+    num_params, tokens = fit.law.optimum(flops, unique_tokens)
+    drawn_params, drawn_tokens = fit.draws.optimum(flops, unique_tokens)
     level = fit.settings.level
     # Draws in which A or B is 0 have no optimum and become NaN.
     with np.errstate(invalid="ignore"):
-        drawn_loss = fit.draws.loss(drawn_params, drawn_tokens)
+        drawn_loss = fit.draws.loss(drawn_params, drawn_tokens, unique_tokens)
     return Optimum(
         flops,
         ratio,
@@ -159,7 +172,7 @@ def find_optimum(
         Range(float(num_params), *central_interval(drawn_params, level)),
         Range(float(tokens), *central_interval(drawn_tokens, level)),
         Range(float(tokens / num_params), *central_interval(drawn_tokens / drawn_params, level)),
-        Range(float(fit.law.loss(num_params, tokens)), *central_interval(drawn_loss, level)),
+        Range(float(fit.law.loss(num_params, tokens, unique_tokens)), *central_interval(drawn_loss, level)),
     )
 
 
@@ -174,14 +187,35 @@ def _ratio_warnings(fit: Fit, tokens_per_param: float) -> tuple[str, ...]:
     )
 
 
+def _check_unique_tokens(fit: Fit, unique_tokens: float | None) -> None:
+    if unique_tokens is None:
+        return
+    if not (np.isfinite(unique_tokens) and unique_tokens > 0):
+        raise UserError(f"--unique-tokens {unique_tokens:g}: it has to be finite and above 0")
+    if not isinstance(fit.law, RepeatLaw):
+        raise UserError(
+            "--unique-tokens: the law of this fit has no term for repeated text; fit points with more than one pass "
+            "over their text with: lmt ladder fit --unique-tokens U"
+        )
+
+
+def _repeat_warnings(fit: Fit, tokens: float, unique_tokens: float | None) -> tuple[str, ...]:
+    if unique_tokens is None or fit.points.unique_tokens is None:
+        return ()
+    passes, seen = tokens / unique_tokens, float((fit.points.tokens / fit.points.unique_tokens).max())
+    if passes <= 1.01 * max(seen, 1):
+        return ()
+    return (f"{passes:.3g} passes over the text, the points have at most {seen:.3g}",)
+
+
 def check_range(fit: Fit, flops: float, *, max_extrapolation: float, extrapolate: bool) -> float:
     """Returns the ratio of a compute budget to the largest rung's compute; raises `UserError` if it is too large."""
     ratio = flops / fit.max_flops
     if ratio > max_extrapolation and not extrapolate:
         raise UserError(
             f"{flops:.3g} FLOPs are {ratio:,.4g} times those of the largest rung ({fit.max_flops:.3g}), beyond "
-            f"--max-extrapolation {max_extrapolation:g}; add --extrapolate to predict it all the same, or "
-            "train larger rungs"
+            f"--max-extrapolation {max_extrapolation:g}; a rung of {flops / max_extrapolation:.3g} FLOPs would be near "
+            "enough, or add --extrapolate to predict it all the same"
         )
     return float(ratio)
 

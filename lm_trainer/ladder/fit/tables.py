@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lm_trainer.ladder.fit.diagnostics import HeldOutPoint, Influence
 from lm_trainer.ladder.fit.fitting import Fit
 from lm_trainer.ladder.fit.isoflop import IsoFlop
-from lm_trainer.ladder.fit.law import CONSTANTS
+from lm_trainer.ladder.fit.repeats import RepeatLaw
 from lm_trainer.ladder.tables import format_number, format_table
 
 _UNITS = {
@@ -32,11 +32,13 @@ def law_text(fit: Fit) -> str:
     settings, points = fit.settings, fit.points
     method = "variable projection" if settings.method == "vp" else f"Huber on log L, from {settings.start}"
     rows = []
-    for name in CONSTANTS:
+    for name in fit.law.names:
         low, high = fit.interval(name)
         rows.append([name, f"{getattr(fit.law, name):.6g}", f"{low:.4g}", f"{high:.4g}"])
+    repeated = isinstance(fit.law, RepeatLaw)
     lines = [
-        f"{points.metric}: L(N, D) = E + A / N^alpha + B / D^beta",
+        f"{points.metric}: L(N, D) = E + A / N^alpha + B / D{chr(39) if repeated else ''}^beta"
+        + (", D' = U (1 + R* (1 - exp(-(D / U - 1) / R*))), R* = repeats" if repeated else ""),
         f"{len(points)} points of {len(points.sizes)} sizes, {method}",
         format_table(["constant", "value", f"{settings.level:.0%} low", "high"], rows),
         f"bootstrap: {settings.draws} draws of {_UNITS[settings.resample]}, seed {settings.seed}; noise of a point "
@@ -54,7 +56,7 @@ def law_text(fit: Fit) -> str:
 def points_text(fit: Fit, effect: Influence) -> str:
     """Formats a table of measured and fitted losses."""
     points = fit.points
-    fitted = fit.law.loss(points.num_params, points.tokens)
+    fitted = points.fitted_loss(fit.law)
     rows = [
         [
             points.labels[i],
