@@ -1,4 +1,4 @@
-"""`lmt ladder fit | predict | compare | register | report`: fit scaling laws to the runs of a ladder."""
+"""`lmt ladder fit | predict | register | report`: fit scaling laws to the runs of a ladder."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from lm_trainer.ladder.fit.fitting import Fit
 
 _POINTS = "A ladder's YAML file, or a table of points (.csv, .json, .parquet)"
-_SOURCES = f"{_POINTS}, or a fit saved by `lmt ladder fit --out`."
-SourceArgument = Annotated[Path, source_argument(metavar="SOURCE", help=_SOURCES, show_default=False)]
+SOURCES = f"{_POINTS}, or a fit saved by `lmt ladder fit --out`."
+SourceArgument = Annotated[Path, source_argument(metavar="SOURCE", help=SOURCES, show_default=False)]
 FitOption = Annotated[
     Path | None,
     path_option(
@@ -45,10 +45,10 @@ def add_commands(app: typer.Typer) -> None:
     """Adds the commands of this file to `lmt ladder`."""
     for command in (fit, predict, register, report):
         app.command(context_settings=OVERRIDES)(command)
-    app.command()(compare)
 
 
-def _is_ladder(source: Path) -> bool:
+def is_ladder(source: Path) -> bool:
+    """Returns True for the YAML file of a ladder."""
     return source.suffix in (".yaml", ".yml")
 
 
@@ -56,18 +56,18 @@ def _load_points(ctx: typer.Context, source: Path, overrides: list[str] | None, 
     """Loads the measured points of a ladder or a table."""
     from lm_trainer.ladder.fit.sources import ladder_points, table_points
 
-    if _is_ladder(source):
+    if is_ladder(source):
         return ladder_points(load_ladder(ctx, source, overrides), **options)
     _refuse_settings(source, overrides)
     return table_points(source, **options)
 
 
-def _load_fit(ctx: typer.Context, source: Path, overrides: list[str] | None = None) -> "Fit":
+def load_fit(ctx: typer.Context, source: Path, overrides: list[str] | None = None) -> "Fit":
     """Loads a saved fit, or fits a ladder or table with default settings."""
     from lm_trainer.ladder.fit.fitting import fit as fit_points
     from lm_trainer.ladder.fit.sources import read_or_fit
 
-    if _is_ladder(source):
+    if is_ladder(source):
         return fit_points(_load_points(ctx, source, overrides))
     _refuse_settings(source, overrides)
     return read_or_fit(source)
@@ -187,7 +187,7 @@ def predict(
 
     if (flops is None) == (params is None) or (params is None) != (tokens is None):
         raise UserError("predict needs --params and --tokens, or --flops alone")
-    law_fit = _load_fit(ctx, source, overrides)
+    law_fit = load_fit(ctx, source, overrides)
 
     from lm_trainer.ladder.fit import predict as law
 
@@ -204,56 +204,6 @@ def predict(
     assert tokens is not None
     prediction = law.predict(law_fit, params, tokens, **limits)
     clean.echo(json.dumps(prediction.as_dict(), indent=1) if as_json else "\n".join(law.prediction_lines(prediction)))
-
-
-def compare(
-    ctx: typer.Context,
-    a: Annotated[
-        Path, source_argument(metavar="A", help=f"The recipe to compare with. {_SOURCES}", show_default=False)
-    ],
-    b: Annotated[Path, source_argument(metavar="B", help="The other recipe.", show_default=False)],
-    flops: Annotated[
-        list[float] | None,
-        typer.Option(
-            "--flops",
-            metavar="C",
-            help="Compute budget at which to compare; repeatable. Default: the range both cover.",
-        ),
-    ] = None,
-    tokens_per_param: Annotated[
-        float | None,
-        typer.Option("--tokens-per-param", min=0.01, help="D / N of both. Default: the mean of all points."),
-    ] = None,
-    max_extrapolation: MaxOption = 100,
-    extrapolate: ExtrapolateOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Estimate, with intervals, how much compute recipe B needs to reach the loss of recipe A.
-
-    Examples:
-        lmt ladder compare adamw.json muon.json
-
-        lmt ladder compare base.csv new.csv --flops 1e21 --tokens-per-param 20
-    """
-    import json
-
-    first, second = _load_fit(ctx, a), _load_fit(ctx, b)
-
-    from lm_trainer.ladder.fit import compare as multipliers
-
-    comparisons = multipliers.compare(
-        first,
-        second,
-        flops=flops or (),
-        tokens_per_param=tokens_per_param,
-        max_extrapolation=max_extrapolation,
-        extrapolate=extrapolate,
-    )
-    if as_json:
-        clean.echo(json.dumps([m.as_dict() for m in comparisons], indent=1))
-        return
-    clean.echo(f"{first.points.metric}, A {a}, B {b}; compute is 6 N D of A")
-    clean.echo(multipliers.format_comparison(comparisons, first.settings.level))
 
 
 def register(
@@ -300,11 +250,11 @@ def register(
     """
     if (size is None) == (params is None) or (params is None) != (tokens is None):
         raise UserError("register needs --size, or --params and --tokens")
-    if size is not None and not _is_ladder(source):
+    if size is not None and not is_ladder(source):
         raise UserError(f"--size {size}: {source} is no ladder's YAML file; give --params and --tokens")
     if size is None and out is None:
         raise UserError("--params and --tokens: say where to write the prediction with --out FILE")
-    law_fit = _load_fit(ctx, fitted or source, None if fitted else overrides)
+    law_fit = load_fit(ctx, fitted or source, None if fitted else overrides)
 
     from lm_trainer.ladder.fit import register as registry
     from lm_trainer.ladder.fit.predict import predict as predict_run
@@ -360,12 +310,12 @@ def report(
     """
     if (params is None) != (tokens is None):
         raise UserError("--params and --tokens belong together")
-    law_fit = _load_fit(ctx, fitted or source, None if fitted else overrides)
+    law_fit = load_fit(ctx, fitted or source, None if fitted else overrides)
 
     from lm_trainer.ladder.fit.predict import predict as predict_run
     from lm_trainer.ladder.fit.report import write_report
 
-    ladder = load_ladder(ctx, source, overrides) if _is_ladder(source) else None
+    ladder = load_ladder(ctx, source, overrides) if is_ladder(source) else None
     target = None
     if params is not None and tokens is not None:
         target = predict_run(law_fit, params, tokens, max_extrapolation=max_extrapolation, extrapolate=extrapolate)
