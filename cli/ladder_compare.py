@@ -106,8 +106,13 @@ def compare(
     import json
 
     fits = load_fit(ctx, a), load_fit(ctx, b)
+    ladders = [load_ladder(ctx, source, None) if is_ladder(source) else None for source in (a, b)]
 
     from lm_trainer.ladder.fit import compare as multipliers
+    from lm_trainer.ladder.fit.same_conditions import check_same_measure
+
+    if ladders[0] is not None and ladders[1] is not None:
+        check_same_measure(ladders[0], ladders[1], fits[0].points.metric)
 
     comparisons = multipliers.compare(
         *fits,
@@ -128,7 +133,6 @@ def compare(
     from lm_trainer.ladder.fit.comparison_plan import plan_comparison, present_width
     from lm_trainer.ladder.fit.narrowing_tables import comparison_plans_text
 
-    ladders = [load_ladder(ctx, source, None) if is_ladder(source) else None for source in (a, b)]
     pricing = _make_pricing(ladders[0], device, mfu, price)
     rungs = _present_rungs(fits[0], ladders[0]), _present_rungs(fits[1], ladders[1])
     # The last compute is the hardest of the compared ones, as it is the farthest from the rungs.

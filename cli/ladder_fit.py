@@ -87,7 +87,17 @@ def fit(
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option("--task", help="Accuracy metric to predict from the loss by a sigmoid.", show_default=False),
+        typer.Option(
+            "--task", help="Accuracy to predict as well, from the loss and directly from compute.", show_default=False
+        ),
+    ] = None,
+    chance: Annotated[
+        float | None,
+        typer.Option(
+            "--chance",
+            help="Accuracy of guessing, such as 0.25 for four choices. Default: known for common tasks, else 0.",
+            show_default=False,
+        ),
     ] = None,
     method: Annotated[
         str,
@@ -126,11 +136,17 @@ def fit(
 
         lmt ladder fit points.csv --method huber --start olmo --metric eval/loss
 
+        lmt ladder fit points.csv --task lm_eval/arc_easy/acc --chance 0.25
+
         lmt ladder fit points.csv --unique-tokens 4e9
     """
     import json
 
     points = _load_points(ctx, source, overrides, metric=metric, task=task, pre_decay=pre_decay, without=without or ())
+    if chance is not None:
+        if task is None:
+            raise UserError("--chance is the accuracy of guessing in a task; name the task with --task")
+        points = points.with_chance(chance)
     if unique_tokens is not None:
         points = points.with_unique_tokens(unique_tokens)
 

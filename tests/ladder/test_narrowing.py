@@ -190,3 +190,14 @@ def test_the_next_run_of_a_ladder_is_one_of_its_sizes(tmp_path: Path) -> None:
     run_by_hand(ladder, "target")
     last = collect_rows(ladder, "target")[-1]
     assert (new["num_params"], new["tokens"], new["flops"]) == (n, last["tokens"], last["flops"])
+
+
+def test_a_target_far_away_is_refused_with_the_rung_that_would_be_enough(tmp_path: Path) -> None:
+    fitted, file = fit(planted(NOISE), FitSettings(draws=50)), tmp_path / "fit.json"
+    save(fitted, file)
+    far = 1000 * fitted.max_flops
+    enough = f"a rung of {far / 100:.3g} FLOPs would be near enough"
+    for command in ("predict", "next"):
+        shown = lmt(command, file, "--params", 1e11, "--tokens", far / 6e11)
+        assert shown.exit_code == 2
+        assert enough in " ".join(shown.output.split())

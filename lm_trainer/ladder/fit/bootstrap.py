@@ -62,12 +62,17 @@ def leverage(points: Points, law: Law) -> np.ndarray:
     """Computes the leverage of each point (P,), from 0 to 1: the diagonal of the linearised law's hat matrix."""
     design = make_design(points)
     predicted_P, slopes_PK = design.predict(design.to_constants(law))
+    return leverage_of(slopes_PK / predicted_P[:, None])
+
+
+def leverage_of(slopes_PK: np.ndarray) -> np.ndarray:
+    """Computes the leverage of each point (P,) from the derivatives of its value with respect to the constants."""
     # J (J'J)^-1 J' = U U' needs no inverse. Directions that the points do not determine are left out.
-    u_PK, size_K, _ = np.linalg.svd(slopes_PK / predicted_P[:, None], full_matrices=False)
+    u_PK, size_K, _ = np.linalg.svd(slopes_PK, full_matrices=False)
     determined_PK = u_PK[:, size_K > 1e-12 * size_K[0]]
     # If a constant is determined by a single point, this point has leverage 1 and no residual. The bound avoids a
     # division by zero.
-    return np.minimum((determined_PK**2).sum(-1), 1 - 1 / len(points))
+    return np.minimum((determined_PK**2).sum(-1), 1 - 1 / len(slopes_PK))
 
 
 def student_t_factor(count: int, level: float, constants: int) -> float:

@@ -15,6 +15,7 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import AnyPath, local_path
+from lm_trainer.ladder.fit.chance import chance_of
 from lm_trainer.ladder.fit.law import Law, training_flops
 
 _ALIASES = {"num_params": ("num_params", "params", "N"), "tokens": ("tokens", "D"), "unique": ("unique_tokens", "U")}
@@ -40,6 +41,8 @@ class Points:
     task: np.ndarray | None = None
     """Accuracy at the same checkpoints, if any."""
     task_metric: str | None = None
+    chance: float = 0.0
+    """Accuracy that guessing gives, from 0 to 1."""
     unique_tokens: np.ndarray | None = None
     """U: number of distinct tokens in the training text of each point; None if no text is repeated."""
     source: str = ""
@@ -54,6 +57,16 @@ class Points:
     def flops(self) -> np.ndarray:
         """Compute (6 N D) of each point."""
         return training_flops(self.num_params, self.tokens)
+
+    def with_chance(self, chance: float) -> Points:
+        """Returns the same points with another accuracy of guessing.
+
+        Raises:
+            UserError: if it is not from 0 to below 1.
+        """
+        if not 0 <= chance < 1:
+            raise UserError(f"--chance {chance:g}: it has to be at least 0 and below 1, such as 0.25 for four choices")
+        return replace(self, chance=chance)
 
     def with_unique_tokens(self, unique_tokens: float) -> Points:
         """Returns the same points, all with `unique_tokens` distinct tokens in their training text.
@@ -86,6 +99,7 @@ class Points:
             self.metric,
             None if self.task is None else self.task[chosen],
             self.task_metric,
+            self.chance,
             None if self.unique_tokens is None else self.unique_tokens[chosen],
             self.source,
             self.notes,
@@ -99,7 +113,8 @@ class Points:
         names = {"metric": self.metric, "task_metric": self.task_metric, "source": self.source}
         # The key is absent without repeated text, so that the hash of such a fit does not depend on this version.
         unique = {} if self.unique_tokens is None else {"unique_tokens": self.unique_tokens.tolist()}
-        return {**names, **arrays, **unique, "task": task, **texts}
+        chance = {} if self.task is None else {"chance": self.chance}
+        return {**names, **arrays, **unique, **chance, "task": task, **texts}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Points:
@@ -109,7 +124,7 @@ class Points:
         texts = {name: tuple(plain[name]) for name in ("labels", "runs", "notes")}
         names = {name: plain[name] for name in ("metric", "task_metric", "source")}
         unique = None if "unique_tokens" not in plain else np.asarray(plain["unique_tokens"], float)
-        return cls(**arrays, **texts, **names, task=task, unique_tokens=unique)
+        return cls(**arrays, **texts, **names, task=task, unique_tokens=unique, chance=plain.get("chance", 0.0))
 
 
 def points_from_rows(
@@ -168,6 +183,7 @@ def points_from_rows(
         metric,
         None if task is None else np.asarray([_parse_accuracy(row, task, source, number) for number, row in selected]),
         task,
+        chance_of(task),
         _unique_tokens(selected, names["unique"], source) if names["unique"] in columns else None,
         source,
         tuple(notes),

@@ -12,6 +12,7 @@ from lm_trainer.ladder.fit.bootstrap import central_interval, student_t_factor
 from lm_trainer.ladder.fit.fitting import Fit
 from lm_trainer.ladder.fit.law import training_flops
 from lm_trainer.ladder.fit.repeats import RepeatLaw
+from lm_trainer.ladder.fit.task import TWO_STEP
 
 MAX_EXTRAPOLATION = 100.0
 """Multiple of the largest rung's compute beyond which predictions must be requested explicitly."""
@@ -34,6 +35,17 @@ class Range:
 
 
 @dataclass(frozen=True)
+class PredictedAccuracy:
+    """The accuracy of a task by one form."""
+
+    form: str
+    law: Range
+    """Accuracy by the law, with the uncertainty of the law."""
+    run: Range
+    """Accuracy that a run would measure, with an interval that includes the noise of a single run."""
+
+
+@dataclass(frozen=True)
 class Prediction:
     """The prediction of one run."""
 
@@ -49,6 +61,10 @@ class Prediction:
     run: Range
     """Loss that a run would measure, with an interval that includes the noise of a single run."""
     accuracy: Range | None = None
+    """Accuracy of a task by the chosen form. Its interval is that of the law, over all forms that the held-out rungs
+    do not exclude."""
+    accuracies: tuple[PredictedAccuracy, ...] = ()
+    """Accuracy of the task by each form, beginning with the chosen one."""
     task_metric: str | None = None
     warnings: tuple[str, ...] = ()
     """Sentences about quantities, other than compute, that are outside the range of the points."""
@@ -111,13 +127,7 @@ def predict(
     # itself uncertain, so the noise is widened by Student's factor, as for the draws.
     noise = fit.noise * student_t_factor(len(fit.points), level, len(fit.law.names))
     single = drawn * np.exp(noise * np.random.default_rng([fit.settings.seed, 3]).standard_normal(drawn.shape))
-    accuracy = None
-    if fit.chain is not None and fit.chain_draws is not None:
-        # Each drawn law is combined with one drawn sigmoid, so that the interval contains both uncertainties.
-        count = min(len(drawn), len(fit.chain_draws.a))
-        sigmoids = type(fit.chain)(*(column[:count] for column in vars(fit.chain_draws).values()))
-        accuracies = sigmoids.accuracy(drawn[:count])
-        accuracy = Range(float(fit.chain.accuracy(value)), *central_interval(accuracies, level))
+    accuracies = predict_accuracies(fit, num_params, tokens, (value, drawn, single))
     return Prediction(
         num_params,
         tokens,
@@ -127,10 +137,59 @@ def predict(
         level,
         Range(value, *central_interval(drawn, level)),
         Range(value, *central_interval(single, level)),
-        accuracy,
+        combine_accuracies(fit, accuracies),
+        accuracies,
         fit.points.task_metric,
         (*_ratio_warnings(fit, tokens / num_params), *_repeat_warnings(fit, tokens, unique_tokens)),
     )
+
+
+def predict_accuracies(
+    fit: Fit, num_params: float, tokens: float, losses: tuple[float, np.ndarray, np.ndarray]
+) -> tuple[PredictedAccuracy, ...]:
+    """Predicts the accuracy of a task by each form of the fit, beginning with the chosen one.
+
+    Args:
+        fit: the fit.
+        num_params: N of the run.
+        tokens: D of the run.
+        losses: the predicted loss, its draws by the law, and its draws for a single run.
+    """
+    task, level = fit.task, fit.settings.level
+    if task is None:
+        return ()
+    value, drawn, single = losses
+    # Each drawn law is combined with one drawn sigmoid, so that the interval contains both uncertainties.
+    count = min(len(drawn), len(task.chain_draws.a))
+    sigmoids = type(task.chain)(*(column[:count] for column in vars(task.chain_draws).values()))
+    rng = np.random.default_rng([fit.settings.seed, 5])
+
+    def measure(accuracy_R: np.ndarray, noise: float, constants: int) -> Range:
+        widened = noise * student_t_factor(len(fit.points), level, constants)
+        measured_R = accuracy_R + widened * rng.standard_normal(accuracy_R.shape)
+        return Range(best, *central_interval(np.clip(measured_R, 0, 1), level))
+
+    best = float(task.chain.accuracy(value))
+    accuracies = [
+        PredictedAccuracy(
+            TWO_STEP,
+            Range(best, *central_interval(sigmoids.accuracy(drawn[:count]), level)),
+            measure(sigmoids.accuracy(single[:count]), task.chain_noise, 4),
+        )
+    ]
+    for direct in task.direct:
+        best, drawn_R = direct.accuracy(num_params, tokens), direct.drawn_accuracy(num_params, tokens)
+        run = measure(drawn_R, direct.noise, 2 * len(direct.factors))
+        accuracies.append(PredictedAccuracy(direct.form, Range(best, *central_interval(drawn_R, level)), run))
+    return tuple(sorted(accuracies, key=lambda accuracy: accuracy.form != task.form))
+
+
+def combine_accuracies(fit: Fit, accuracies: tuple[PredictedAccuracy, ...]) -> Range | None:
+    """Returns the accuracy by the chosen form, with an interval that has those of all plausible forms."""
+    if fit.task is None:
+        return None
+    laws = [accuracy.law for accuracy in accuracies if accuracy.form in fit.task.plausible]
+    return Range(laws[0].value, min(law.low for law in laws), max(law.high for law in laws))
 
 
 def find_optimum(
@@ -230,9 +289,15 @@ def prediction_lines(prediction: Prediction) -> list[str]:
         f"{prediction.run.high:.4f}",
     ]
     if prediction.accuracy is not None:
-        accuracy = prediction.accuracy
+        value, low, high = prediction.accuracy.value, prediction.accuracy.low, prediction.accuracy.high
         text_lines.append(
-            f"{prediction.task_metric}: {accuracy.value:.4f}, {percent} {accuracy.low:.4f} to {accuracy.high:.4f}"
+            f"{prediction.task_metric}: {value:.4f}, {percent} {low:.4f} to {high:.4f} over the forms not excluded"
+        )
+    for accuracy in prediction.accuracies:
+        by_law, by_run = accuracy.law, accuracy.run
+        text_lines.append(
+            f"  by {accuracy.form}: {by_law.value:.4f}, {percent} {by_law.low:.4f} to {by_law.high:.4f}; of a single "
+            f"run {by_run.low:.4f} to {by_run.high:.4f}"
         )
     return [*text_lines, *prediction.warnings, describe_extrapolation(prediction.flops, prediction.ratio)]
 

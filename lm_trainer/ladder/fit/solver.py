@@ -10,6 +10,7 @@ for N and D in units of their geometric means.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from scipy.optimize import nnls
@@ -131,8 +132,21 @@ def fit_by_variable_projection(design: Design, loss_P: np.ndarray, weights_P: np
     return fitted_RK[np.argmin(values_R)]
 
 
+class Predictor(Protocol):
+    """Values of points as a function of constants."""
+
+    @property
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Lower and upper bounds of the constants (K,)."""
+        ...
+
+    def predict(self, constants_RK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Computes the values (R, P), and their derivatives (R, P, K)."""
+        ...
+
+
 def refine(
-    design: Design, loss_RP: np.ndarray, weights_RP: np.ndarray, start_RK: np.ndarray, objective: Objective
+    design: Predictor, loss_RP: np.ndarray, weights_RP: np.ndarray, start_RK: np.ndarray, objective: Objective
 ) -> tuple[np.ndarray, np.ndarray]:
     """Runs Levenberg-Marquardt from start constants, within the bounds, independently for every set.
 
@@ -169,7 +183,7 @@ def refine(
 
 
 def _quadratic_model(
-    design: Design, loss_RP: np.ndarray, weights_RP: np.ndarray, constants_RK: np.ndarray, objective: Objective
+    design: Predictor, loss_RP: np.ndarray, weights_RP: np.ndarray, constants_RK: np.ndarray, objective: Objective
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Computes the objective (R,), its Gauss-Newton matrix J'WJ (R, K, K) and its gradient J'We (R, K)."""
     predicted_RP, slopes_RPK = design.predict(constants_RK)

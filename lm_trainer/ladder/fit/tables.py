@@ -44,12 +44,14 @@ def law_text(fit: Fit) -> str:
         f"bootstrap: {settings.draws} draws of {_UNITS[settings.resample]}, seed {settings.seed}; noise of a point "
         f"{fit.noise:.3%}",
     ]
-    if fit.chain is not None:
-        c = fit.chain
+    if fit.task is not None:
+        c = fit.task.chain
         lines.append(
             f"{points.task_metric} = {c.a:.4g} / (1 + exp({c.k:.4g} (L - {c.L0:.4g}))) + {c.b:.4g}, largest error "
             f"{abs(c.accuracy(points.loss) - points.task).max():.3f}"
         )
+        lines += [f"{points.task_metric}: {direct.describe()}" for direct in fit.task.direct]
+        lines.append(f"{points.task_metric}, {fit.task.reason()}")
     return "\n".join(lines)
 
 
