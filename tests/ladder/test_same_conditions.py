@@ -31,7 +31,7 @@ def test_rungs_of_different_code_are_named(tmp_path: Path) -> None:
 
 
 def test_ladders_that_are_measured_on_other_text_are_not_compared(tmp_path: Path) -> None:
-    def ladder(name: str, *validation: str, **changes: object):
+    def ladder(name: str, *validation: str, **changes: object) -> ModelLadder:
         sources = [
             {"label": str(i), "train_urls": [f"{name}-{i}.jsonl"], "validation_urls": [url] if url else []}
             for i, url in enumerate(validation)
