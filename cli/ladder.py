@@ -7,6 +7,7 @@ import typer
 
 from cli import clean
 from cli.common import OVERRIDES, LadderArgument, OverridesArgument, path_option
+from cli.ladder_compare import add_compare_commands
 from cli.ladder_file import load_ladder
 from cli.ladder_fit import add_commands
 from lm_trainer.core.errors import UserError
@@ -251,3 +252,4 @@ def metrics(
 
 
 add_commands(app)
+add_compare_commands(app)

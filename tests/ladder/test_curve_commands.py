@@ -173,6 +173,7 @@ def test_rungs_without_curves_are_named(ladder: ModelLadder, tmp_path: Path) -> 
         (["predict", "ladder.yaml", "--curve", "--size", "a", "--flops", "1e9"], "no --flops; remove it"),
         (["predict", "ladder.yaml", "--size", "a"], "without --curve, no --size"),
         (["register", "ladder.yaml", "--curve", "--size", "a", "--params", "1e9"], "no --params; remove it"),
+        (["predict", "ladder.yaml", "--curve", "--size", "a", "--unique-tokens", "1e9"], "no --unique-tokens; remove"),
         (["register", "ladder.yaml", "--size", "a", "--run", "a.yaml"], "without --curve, no --run"),
     ],
 )
