@@ -1,4 +1,4 @@
-"""How often the intervals of `lmt ladder` hold the truth, over simulated ladders.
+"""Coverage of the intervals of `lmt ladder` over simulated ladders.
 
     python -m benchmarks.ladder_coverage --ladders 500 --results benchmarks/results
 

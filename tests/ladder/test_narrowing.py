@@ -50,7 +50,7 @@ def with_runs(points: Points, rungs: list[Rung], *, seed: int, law: Law = HOFFMA
 
 @pytest.mark.parametrize("seeds", [1, 3, 15])
 def test_more_seeds_of_everything_narrow_as_the_mean_does(seeds: int) -> None:
-    """Of draws that are exactly normal, `seeds` more runs of every point leave 1 / (1 + seeds) of the variance."""
+    """With draws that are exactly normal, `seeds` more runs of every point leave 1 / (1 + seeds) of the variance."""
     fitted = fit(planted(NOISE, sizes=4), FitSettings(draws=50))
     points, t = fitted.points, student_t_factor(16, 0.9, 5)
     # The law linearised in its constants, whose covariance is that of least squares.

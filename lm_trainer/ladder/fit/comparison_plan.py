@@ -1,4 +1,4 @@
-"""How many rungs and seeds a comparison of two recipes needs for an interval of a wanted width."""
+"""Numbers of rungs and seeds that a comparison of two recipes needs for an interval of a wanted width."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def plan_comparison(
     plans = []
     for added in _ADDED_SIZES:
         for more in range(_MOST_SEEDS):
-            new = [_new_runs(fit, own, added, more) for fit, own in zip(fits, rungs, strict=True)]
+            new = [_new_runs(fit, present_rungs, added, more) for fit, present_rungs in zip(fits, rungs, strict=True)]
             left = sum(
                 variance * remaining_variance(fit, target, runs)
                 for variance, fit, target, runs in zip(variances, fits, targets, new, strict=True)

@@ -1,4 +1,4 @@
-"""How much further rungs would narrow an interval, before they are run.
+"""Forecasts of how much further rungs would narrow an interval.
 
 The bootstrap gives draws of the law, and so draws of a prediction and of any measurement that could be made. If both
 are close to normal, measurements leave V - c' (S + s^2 I)^-1 c of the variance V of the prediction (the conditional

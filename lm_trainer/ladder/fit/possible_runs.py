@@ -64,9 +64,9 @@ def plan_rungs(ladder: LadderConfig, sizes: Sequence[str]) -> list[Rung]:
 
 def possible_runs(ladder: LadderConfig) -> list[Rung]:
     """Returns every size that has not been started, and another seed and twice the length of every other size."""
-    known = dict.fromkeys([*ladder.sizes, *(ladder.model_configurator.known_sizes() or ())])
-    started = [size for size in known if (run_folder(ladder, size) / RUN).exists()]
-    new = plan_rungs(ladder, [size for size in known if size not in started])
+    sizes = dict.fromkeys([*ladder.sizes, *(ladder.model_configurator.known_sizes() or ())])
+    started = [size for size in sizes if (run_folder(ladder, size) / RUN).exists()]
+    new = plan_rungs(ladder, [size for size in sizes if size not in started])
     return [
         *(Rung(f"new size {rung.name}", rung.num_params, rung.tokens, rung.flops) for rung in new),
         *further_runs(plan_rungs(ladder, started)),

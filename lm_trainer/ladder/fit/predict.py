@@ -61,8 +61,8 @@ class Prediction:
     run: Range
     """Loss that a run would measure, with an interval that includes the noise of a single run."""
     accuracy: Range | None = None
-    """Accuracy of a task by the chosen form. Its interval is that of the law, over all forms that the held-out rungs
-    do not exclude."""
+    """Accuracy of a task by the chosen form. Its interval spans the intervals of the laws of all forms that the
+    held-out rungs do not exclude."""
     accuracies: tuple[PredictedAccuracy, ...] = ()
     """Accuracy of the task by each form, beginning with the chosen one."""
     task_metric: str | None = None
@@ -185,7 +185,7 @@ def predict_accuracies(
 
 
 def combine_accuracies(fit: Fit, accuracies: tuple[PredictedAccuracy, ...]) -> Range | None:
-    """Returns the accuracy by the chosen form, with an interval that has those of all plausible forms."""
+    """Returns the accuracy by the chosen form, with an interval that spans the intervals of all plausible forms."""
     if fit.task is None:
         return None
     laws = [accuracy.law for accuracy in accuracies if accuracy.form in fit.task.plausible]

@@ -72,7 +72,7 @@ class RepeatLaw(Law):
 
 @dataclass(frozen=True)
 class RepeatDesign(Design):
-    """The design of points with repeated text. Its constants are those of `Design`, and log R*."""
+    """The design of points with repeated text. Its constants are the constants of `Design`, and log R*."""
 
     tokens_P: np.ndarray
     unique_P: np.ndarray
