@@ -7,6 +7,7 @@ import typer
 
 from cli import clean
 from cli.common import OVERRIDES, LadderArgument, OverridesArgument, path_option
+from cli.ladder_compare import add_compare_commands
 from cli.ladder_file import load_ladder
 from cli.ladder_fit import add_commands
 from lm_trainer.core.errors import UserError
@@ -166,6 +167,7 @@ def status(
 
     import json
 
+    from lm_trainer.ladder.curve.register import score_curves
     from lm_trainer.ladder.fit.register import score_registrations
 
     runs = {
@@ -180,6 +182,11 @@ def status(
         }
         if predictions := score_registrations(ladder):
             plain["predictions"] = [score.as_dict() for score in predictions]
+        if curves := score_curves(ladder):
+            plain["curves"] = [
+                {"name": curve.name, "written": curve.written, "sha256": curve.sha256, **score.as_dict()}
+                for curve, score in curves
+            ]
         clean.echo(json.dumps(plain, indent=1))
         return
     for run_name, checkpoints in runs.items():
@@ -188,6 +195,8 @@ def status(
             clean.echo(f"  {checkpoint.display()}")
     for score in score_registrations(ladder):
         clean.echo(score.line())
+    for registered, curve_score in score_curves(ladder):
+        clean.echo(curve_score.describe(registered))
 
 
 @app.command(context_settings=OVERRIDES)
@@ -243,3 +252,4 @@ def metrics(
 
 
 add_commands(app)
+add_compare_commands(app)

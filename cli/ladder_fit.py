@@ -1,4 +1,4 @@
-"""`lmt ladder fit | predict | compare | register | report`: fit scaling laws to the runs of a ladder."""
+"""`lmt ladder fit | predict | register | report`: fit scaling laws to the runs of a ladder."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -7,6 +7,7 @@ import typer
 
 from cli import clean
 from cli.common import OVERRIDES, OverridesArgument, path_option, source_argument
+from cli.ladder_curve import load_curve_ladder, predict_one_curve, print_prediction, register_curve
 from cli.ladder_file import load_ladder
 from lm_trainer.core.errors import UserError
 
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     from lm_trainer.ladder.fit.fitting import Fit
 
 _POINTS = "A ladder's YAML file, or a table of points (.csv, .json, .parquet)"
-_SOURCES = f"{_POINTS}, or a fit saved by `lmt ladder fit --out`."
-SourceArgument = Annotated[Path, source_argument(metavar="SOURCE", help=_SOURCES, show_default=False)]
+SOURCES = f"{_POINTS}, or a fit saved by `lmt ladder fit --out`."
+SourceArgument = Annotated[Path, source_argument(metavar="SOURCE", help=SOURCES, show_default=False)]
 FitOption = Annotated[
     Path | None,
     path_option(
@@ -23,11 +24,35 @@ FitOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON with full precision.")]
+UniqueOption = Annotated[
+    float | None,
+    typer.Option(
+        "--unique-tokens",
+        metavar="U",
+        help="Number of distinct tokens in the training text, if it is read more than once.",
+        show_default=False,
+    ),
+]
 MaxOption = Annotated[
     float,
     typer.Option(
         "--max-extrapolation", min=1, help="Maximum extrapolation, as a multiple of the largest rung's compute."
     ),
+]
+CurveOption = Annotated[
+    bool, typer.Option("--curve", help="Predict the training loss by step, from the loss curves of the ladder's runs.")
+]
+CurveRunOption = Annotated[
+    Path | None,
+    path_option(
+        "--run",
+        metavar="CONFIG",
+        help="With --curve, instead of --size: the YAML file of a run with a model or schedule of its own.",
+        show_default=False,
+    ),
+]
+LevelOption = Annotated[
+    float, typer.Option("--level", help="With --curve: fraction of the windows that the band is to contain.")
 ]
 ExtrapolateOption = Annotated[bool, typer.Option("--extrapolate", help="Allow predictions beyond --max-extrapolation.")]
 
@@ -36,10 +61,10 @@ def add_commands(app: typer.Typer) -> None:
     """Adds the commands of this file to `lmt ladder`."""
     for command in (fit, predict, register, report):
         app.command(context_settings=OVERRIDES)(command)
-    app.command()(compare)
 
 
-def _is_ladder(source: Path) -> bool:
+def is_ladder(source: Path) -> bool:
+    """Returns True for the YAML file of a ladder."""
     return source.suffix in (".yaml", ".yml")
 
 
@@ -47,18 +72,18 @@ def _load_points(ctx: typer.Context, source: Path, overrides: list[str] | None, 
     """Loads the measured points of a ladder or a table."""
     from lm_trainer.ladder.fit.sources import ladder_points, table_points
 
-    if _is_ladder(source):
+    if is_ladder(source):
         return ladder_points(load_ladder(ctx, source, overrides), **options)
     _refuse_settings(source, overrides)
     return table_points(source, **options)
 
 
-def _load_fit(ctx: typer.Context, source: Path, overrides: list[str] | None = None) -> "Fit":
+def load_fit(ctx: typer.Context, source: Path, overrides: list[str] | None = None) -> "Fit":
     """Loads a saved fit, or fits a ladder or table with default settings."""
     from lm_trainer.ladder.fit.fitting import fit as fit_points
     from lm_trainer.ladder.fit.sources import read_or_fit
 
-    if _is_ladder(source):
+    if is_ladder(source):
         return fit_points(_load_points(ctx, source, overrides))
     _refuse_settings(source, overrides)
     return read_or_fit(source)
@@ -67,6 +92,14 @@ def _load_fit(ctx: typer.Context, source: Path, overrides: list[str] | None = No
 def _refuse_settings(source: Path, overrides: list[str] | None) -> None:
     if overrides:
         raise UserError(f"{overrides[0]}: settings are for a ladder's YAML file; {source} has none")
+
+
+def _refuse_options(reason: str, **options: object) -> None:
+    """Raises UserError if an option is set that has no effect here."""
+    for name, value in options.items():
+        if value is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} {value}: {reason} no {option}; remove it")
 
 
 def fit(
@@ -78,7 +111,17 @@ def fit(
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option("--task", help="Accuracy metric to predict from the loss by a sigmoid.", show_default=False),
+        typer.Option(
+            "--task", help="Accuracy to predict as well, from the loss and directly from compute.", show_default=False
+        ),
+    ] = None,
+    chance: Annotated[
+        float | None,
+        typer.Option(
+            "--chance",
+            help="Accuracy of guessing, such as 0.25 for four choices. Default: known for common tasks, else 0.",
+            show_default=False,
+        ),
     ] = None,
     method: Annotated[
         str,
@@ -104,6 +147,7 @@ def fit(
         bool,
         typer.Option("--pre-decay", help="Keep points from before the learning-rate decay, whose losses are higher."),
     ] = False,
+    unique_tokens: UniqueOption = None,
     out: Annotated[
         Path | None, path_option("--out", metavar="FIT.json", help="Save the fit for the other commands.")
     ] = None,
@@ -115,10 +159,20 @@ def fit(
         lmt ladder fit configs/ladder_nano.yaml --out fit.json
 
         lmt ladder fit points.csv --method huber --start olmo --metric eval/loss
+
+        lmt ladder fit points.csv --task lm_eval/arc_easy/acc --chance 0.25
+
+        lmt ladder fit points.csv --unique-tokens 4e9
     """
     import json
 
     points = _load_points(ctx, source, overrides, metric=metric, task=task, pre_decay=pre_decay, without=without or ())
+    if chance is not None:
+        if task is None:
+            raise UserError("--chance is the accuracy of guessing in a task; name the task with --task")
+        points = points.with_chance(chance)
+    if unique_tokens is not None:
+        points = points.with_unique_tokens(unique_tokens)
 
     from lm_trainer.ladder.fit.diagnostics import backtest, collect_caveats, measure_influence
     from lm_trainer.ladder.fit.fitting import FitSettings, save
@@ -157,26 +211,53 @@ def predict(
             show_default=False,
         ),
     ] = None,
+    curve: CurveOption = False,
+    size: Annotated[
+        str | None,
+        typer.Option("--size", help="With --curve: a size that the ladder's models define.", show_default=False),
+    ] = None,
+    run: CurveRunOption = None,
+    level: LevelOption = 0.9,
+    unique_tokens: UniqueOption = None,
     max_extrapolation: MaxOption = 100,
     extrapolate: ExtrapolateOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Predict, with intervals, the metrics of a run that has not been trained, or the best use of a compute budget.
 
+    With --curve, predicts the training loss by step with a band.
+
     Examples:
         lmt ladder predict fit.json --params 7e9 --tokens 4e12
 
         lmt ladder predict configs/ladder_nano.yaml --flops 1e15
+
+        lmt ladder predict configs/ladder_nano.yaml --curve --size 273k
     """
     import json
 
+    if curve:
+        _refuse_options(
+            "--curve takes --size or --run, and", params=params, tokens=tokens, flops=flops, unique_tokens=unique_tokens
+        )
+        ladder = load_curve_ladder(ctx, source, overrides)
+        limits = {"max_extrapolation": max_extrapolation, "extrapolate": extrapolate}
+        print_prediction(
+            *predict_one_curve(ladder, size=size, run=run, level=level, registers=False, **limits), as_json=as_json
+        )
+        return
+    _refuse_options("without --curve,", size=size, run=run)
     if (flops is None) == (params is None) or (params is None) != (tokens is None):
         raise UserError("predict needs --params and --tokens, or --flops alone")
-    law_fit = _load_fit(ctx, source, overrides)
+    law_fit = load_fit(ctx, source, overrides)
 
     from lm_trainer.ladder.fit import predict as law
 
-    limits = {"max_extrapolation": max_extrapolation, "extrapolate": extrapolate}
+    limits: dict[str, Any] = {
+        "unique_tokens": unique_tokens,
+        "max_extrapolation": max_extrapolation,
+        "extrapolate": extrapolate,
+    }
     if flops is not None:
         best = law.find_optimum(law_fit, flops, **limits)
         clean.echo(json.dumps(best.as_dict(), indent=1) if as_json else "\n".join(law.optimum_lines(law_fit, best)))
@@ -185,56 +266,6 @@ def predict(
     assert tokens is not None
     prediction = law.predict(law_fit, params, tokens, **limits)
     clean.echo(json.dumps(prediction.as_dict(), indent=1) if as_json else "\n".join(law.prediction_lines(prediction)))
-
-
-def compare(
-    ctx: typer.Context,
-    a: Annotated[
-        Path, source_argument(metavar="A", help=f"The recipe to compare with. {_SOURCES}", show_default=False)
-    ],
-    b: Annotated[Path, source_argument(metavar="B", help="The other recipe.", show_default=False)],
-    flops: Annotated[
-        list[float] | None,
-        typer.Option(
-            "--flops",
-            metavar="C",
-            help="Compute budget at which to compare; repeatable. Default: the range both cover.",
-        ),
-    ] = None,
-    tokens_per_param: Annotated[
-        float | None,
-        typer.Option("--tokens-per-param", min=0.01, help="D / N of both. Default: the mean of all points."),
-    ] = None,
-    max_extrapolation: MaxOption = 100,
-    extrapolate: ExtrapolateOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Estimate, with intervals, how much compute recipe B needs to reach the loss of recipe A.
-
-    Examples:
-        lmt ladder compare adamw.json muon.json
-
-        lmt ladder compare base.csv new.csv --flops 1e21 --tokens-per-param 20
-    """
-    import json
-
-    first, second = _load_fit(ctx, a), _load_fit(ctx, b)
-
-    from lm_trainer.ladder.fit import compare as multipliers
-
-    comparisons = multipliers.compare(
-        first,
-        second,
-        flops=flops or (),
-        tokens_per_param=tokens_per_param,
-        max_extrapolation=max_extrapolation,
-        extrapolate=extrapolate,
-    )
-    if as_json:
-        clean.echo(json.dumps([m.as_dict() for m in comparisons], indent=1))
-        return
-    clean.echo(f"{first.points.metric}, A {a}, B {b}; compute is 6 N D of A")
-    clean.echo(multipliers.format_comparison(comparisons, first.settings.level))
 
 
 def register(
@@ -261,11 +292,18 @@ def register(
             "--tokens", metavar="D", help="Instead of --size: training tokens of the run.", show_default=False
         ),
     ] = None,
+    unique_tokens: UniqueOption = None,
     fitted: FitOption = None,
+    curve: CurveOption = False,
+    run: CurveRunOption = None,
+    level: LevelOption = 0.9,
     out: Annotated[
         Path | None,
         path_option(
-            "--out", metavar="FILE", help="File to write. Default: predictions/SIZE.json in the ladder's directory."
+            "--out",
+            metavar="FILE",
+            help="File to write. Default: predictions/SIZE.json in the ladder's directory; with --curve "
+            "predictions/curves/SIZE.json.",
         ),
     ] = None,
     max_extrapolation: MaxOption = 100,
@@ -273,18 +311,32 @@ def register(
 ) -> None:
     """Record a dated and hashed prediction before a run is trained; `lmt ladder status` scores it later.
 
+    With --curve, records the training loss by step with a band, for `trainer.alerts.off_prediction` and `lmt report`.
+
     Examples:
         lmt ladder register configs/ladder_nano.yaml --size 273k
 
         lmt ladder register fit.json --params 7e9 --tokens 4e12 --out 7b.json
+
+        lmt ladder register configs/ladder_nano.yaml --curve --size 273k
     """
+    if curve:
+        _refuse_options(
+            "--curve takes --size or --run, and", params=params, tokens=tokens, unique_tokens=unique_tokens, fit=fitted
+        )
+        ladder = load_curve_ladder(ctx, source, overrides)
+        limits = {"max_extrapolation": max_extrapolation, "extrapolate": extrapolate}
+        law, prediction = predict_one_curve(ladder, size=size, run=run, level=level, registers=True, **limits)
+        register_curve(ladder, law, prediction, size=size, out=out)
+        return
+    _refuse_options("without --curve,", run=run)
     if (size is None) == (params is None) or (params is None) != (tokens is None):
         raise UserError("register needs --size, or --params and --tokens")
-    if size is not None and not _is_ladder(source):
+    if size is not None and not is_ladder(source):
         raise UserError(f"--size {size}: {source} is no ladder's YAML file; give --params and --tokens")
     if size is None and out is None:
         raise UserError("--params and --tokens: say where to write the prediction with --out FILE")
-    law_fit = _load_fit(ctx, fitted or source, None if fitted else overrides)
+    law_fit = load_fit(ctx, fitted or source, None if fitted else overrides)
 
     from lm_trainer.ladder.fit import register as registry
     from lm_trainer.ladder.fit.predict import predict as predict_run
@@ -296,13 +348,17 @@ def register(
         out = out or registry.registration_path(ladder, size)
     elif params is not None and tokens is not None:
         targets = [(f"N {params:g}, D {tokens:g}", params, tokens)]
-    limits = {"max_extrapolation": max_extrapolation, "extrapolate": extrapolate}
+    limits: dict[str, Any] = {
+        "unique_tokens": unique_tokens,
+        "max_extrapolation": max_extrapolation,
+        "extrapolate": extrapolate,
+    }
     predictions = [(name, predict_run(law_fit, n, d, **limits)) for name, n, d in targets]
     assert out is not None
     digest = registry.write_registration(out, law_fit, predictions, size=size)
     for name, prediction in predictions:
-        run = prediction.run
-        clean.echo(f"{name}: {prediction.metric} {run.value:.4f} ({run.low:.4f} to {run.high:.4f})")
+        loss = prediction.run
+        clean.echo(f"{name}: {prediction.metric} {loss.value:.4f} ({loss.low:.4f} to {loss.high:.4f})")
     clean.echo(f"{out}: registered, sha256 {digest}")
 
 
@@ -336,12 +392,12 @@ def report(
     """
     if (params is None) != (tokens is None):
         raise UserError("--params and --tokens belong together")
-    law_fit = _load_fit(ctx, fitted or source, None if fitted else overrides)
+    law_fit = load_fit(ctx, fitted or source, None if fitted else overrides)
 
     from lm_trainer.ladder.fit.predict import predict as predict_run
     from lm_trainer.ladder.fit.report import write_report
 
-    ladder = load_ladder(ctx, source, overrides) if _is_ladder(source) else None
+    ladder = load_ladder(ctx, source, overrides) if is_ladder(source) else None
     target = None
     if params is not None and tokens is not None:
         target = predict_run(law_fit, params, tokens, max_extrapolation=max_extrapolation, extrapolate=extrapolate)

@@ -19,6 +19,16 @@ def report(
         Path | None,
         path_option("--figures", metavar="DIR", help="Also write the curves to DIR, as SVG and PNG files."),
     ] = None,
+    prediction: Annotated[
+        Path | None,
+        path_option(
+            "--prediction",
+            metavar="FILE",
+            help="Curve registered for the first run with `lmt ladder register --curve`. Default: the file of "
+            "trainer.alerts.off_prediction.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write an HTML page about one run, or a comparison of several runs, as a single file that works offline.
@@ -27,8 +37,8 @@ def report(
     evaluations, alerts, samples, token probabilities and the fingerprint. For several runs, also shows the differences
     between their configurations, the first step at which they diverge bitwise, and the number of tokens that each run
     needs to reach the first run's loss. A branch is drawn from its first step on, next to its parent, with the
-    difference of their losses at equal tokens and its interval. Runs may still be in progress. With --json, prints the
-    same figures without the curves.
+    difference of their losses at equal tokens and its interval. A run whose curve was predicted is drawn inside its
+    band. Runs may still be in progress. With --json, prints the same figures without the curves.
 
     For example:
 
@@ -43,7 +53,7 @@ def report(
     from lm_trainer.report.run import read_run, with_unique_names
     from lm_trainer.trackers.jsonl import encode_non_finite
 
-    loaded = with_unique_names([read_run(run) for run in runs])
+    loaded = with_unique_names([read_run(run, None if index else prediction) for index, run in enumerate(runs)])
     out = out or Path(f"{'-'.join(run.path.name for run in loaded[:3])}-report.html")
     page = build_report_page(loaded)
     write_atomically(out, page)
@@ -53,5 +63,9 @@ def report(
         clean.echo(json_line(encode_non_finite(facts)))
         return
     clean.echo(f"wrote {out} ({len(page.encode()) / 1e6:.1f} MB)")
+    for run in loaded:
+        score = run.score_prediction()
+        if run.prediction is not None and score is not None:
+            clean.echo(score.describe(run.prediction))
     if figures is not None:
         clean.echo(f"wrote {len(curves)} files to {figures}")

@@ -67,7 +67,7 @@ def collect_rows(
             if checkpoint.metrics_path is None:
                 continue
             if checkpoint.metrics_path not in measured:
-                _check_owner(ladder, size_spec, seed, checkpoint.metrics_path.parent)
+                check_owner(ladder, size_spec, seed, checkpoint.metrics_path.parent)
                 measured[checkpoint.metrics_path] = _read_metrics_by_step(checkpoint.metrics_path)
             metrics = measured[checkpoint.metrics_path].get(checkpoint.step, {})
             metrics = {key: value for key, value in metrics.items() if key.startswith(prefix or "")}
@@ -78,7 +78,7 @@ def collect_rows(
     return rows
 
 
-def _check_owner(ladder: LadderConfig, size_spec: str, seed: int, folder: Path) -> None:
+def check_owner(ladder: LadderConfig, size_spec: str, seed: int, folder: Path) -> None:
     """Refuses a directory that contains a run of another ladder, whose metrics would be mistaken for this run's."""
     if not (folder / RUN).is_file():
         raise UserError(f"{folder}: has metrics, but no {RUN} that says of which run")

@@ -49,10 +49,11 @@ def model_config(ladder: LadderConfig, size_spec: str) -> DecoderConfig:
 
 def count_params(ladder: LadderConfig, size_spec: str, vocab_size: int | None = None) -> int:
     """Counts the parameters without the token embedding. As in OLMo-core, an untied output layer counts."""
-    return _count_params(model_config(ladder, size_spec), vocab_size or vocab_size_of(ladder))
+    return count_model_params(model_config(ladder, size_spec), vocab_size or vocab_size_of(ladder))
 
 
-def _count_params(model: DecoderConfig, vocab_size: int) -> int:
+def count_model_params(model: DecoderConfig, vocab_size: int) -> int:
+    """Counts the parameters of a model without the token embedding."""
     spec = model.spec(vocab_size)
     return parameter_count(spec) - vocab_size * spec.hidden_dim
 
@@ -131,7 +132,7 @@ def rung_optimizer(ladder: LadderConfig, size_spec: str, batch: int, vocab_size:
     if isinstance(ladder.parametrization, StandardConfig):
         return optimizer
     base = ladder.parametrization.base_model(model_config(ladder, size_spec))
-    base_params = _count_params(base, vocab_size or vocab_size_of(ladder))
+    base_params = count_model_params(base, vocab_size or vocab_size_of(ladder))
     base_optimizer = recipe.configure_optimizer(base_params, elastic_batch(ladder, base_params).batch_size)
     return optimizer.model_copy(update={"learning_rate": base_optimizer.learning_rate})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.safe_names import path_inside
@@ -42,6 +43,7 @@ def write_figures(runs: Sequence[ReportedRun], directory: Path) -> list[Path]:
                 if name in run.metrics:
                     x, y = downsample(*run.metrics[name], POINTS)
                     axis.plot(x, y, label=_escape_dollars(run.name), linewidth=1, color=_COLORS[index % len(_COLORS)])
+            _draw_bands(axis, runs, name)
             axis.set_xlabel("step")
             axis.set_ylabel(_escape_dollars(name))
             axis.grid(alpha=0.3)
@@ -54,6 +56,16 @@ def write_figures(runs: Sequence[ReportedRun], directory: Path) -> list[Path]:
     except OSError as error:
         raise UserError(f"{directory}: cannot be written: {error.strerror or error}") from None
     return written
+
+
+def _draw_bands(axis: Any, runs: Sequence[ReportedRun], metric: str) -> None:
+    """Draws the bands that were predicted for a metric, and the predicted values."""
+    for index, run in enumerate(runs):
+        if run.prediction is None or run.prediction.curve.metric != metric:
+            continue
+        curve, color = run.prediction.curve, _COLORS[index % len(_COLORS)]
+        axis.fill_between(curve.last_steps, curve.low, curve.high, color=color, alpha=0.15, linewidth=0)
+        axis.plot(curve.last_steps, curve.value, color=color, linewidth=1, linestyle="--")
 
 
 def _escape_dollars(name: str) -> str:

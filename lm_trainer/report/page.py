@@ -106,6 +106,7 @@ def _run_content(run: ReportedRun) -> dict[str, Any]:
         "fingerprint": list(run.fingerprints[-1]) if run.fingerprints else None,
         "verifications": list(run.verifications),
         "gaps": list(run.gaps),
+        "prediction": _describe_prediction(run),
         "parameters": run.facts.get("parameters"),
         "data": _data_rows(run),
         "throughput": _throughput_rows(run),
@@ -113,6 +114,19 @@ def _run_content(run: ReportedRun) -> dict[str, Any]:
         "last": {
             name: value if value == value and abs(value) != float("inf") else None for name, value in last.items()
         },
+    }
+
+
+def _describe_prediction(run: ReportedRun) -> dict[str, Any] | None:
+    """Returns the registered prediction of a run and its score, or None."""
+    score = run.score_prediction()
+    if run.prediction is None or score is None:
+        return None
+    return {
+        "text": score.describe(run.prediction),
+        "sha256": run.prediction.sha256,
+        "written": run.prediction.written,
+        **score.as_dict(),
     }
 
 
@@ -176,10 +190,25 @@ def _chart_groups(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
                 # Seven digits are more than a plot can show.
                 curves.append({"run": index, "x": x.tolist(), "y": [float(f"{value:.7g}") for value in y]})
         if any(curve["x"] for curve in curves):
-            groups[title].append({"name": name, "curves": curves})
+            groups[title].append({"name": name, "curves": curves, "bands": _bands(runs, name)})
     # The training loss comes first.
     groups["Loss"].sort(key=lambda chart: chart["name"] != "train/loss")
     return [{"title": title, "charts": charts} for title, charts in groups.items() if charts]
+
+
+def _bands(runs: Sequence[ReportedRun], metric: str) -> list[dict[str, Any]]:
+    """Returns the bands of the runs' predictions of a metric, with the predicted values."""
+    return [
+        {
+            "run": index,
+            "x": list(curve.last_steps),
+            "y": list(curve.value),
+            "low": list(curve.low),
+            "high": list(curve.high),
+        }
+        for index, curve in ((i, run.prediction.curve) for i, run in enumerate(runs) if run.prediction is not None)
+        if curve.metric == metric
+    ]
 
 
 def _compare_pair(first: ReportedRun, other: ReportedRun) -> dict[str, Any]:

@@ -15,8 +15,11 @@ from typing import Any
 import numpy as np
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import AnyPath
+from lm_trainer.health.alerts.predicted_curve import CurveScore, RegisteredCurve, read_curve, score_curve
 from lm_trainer.reproduce.lost_metrics import find_lost_metrics
 from lm_trainer.reproduce.verify import VERIFIED
+from lm_trainer.run.config.predicted_run import describe_other_run, find_differences
 from lm_trainer.run.config.run_config import RunConfig, changed_keys
 from lm_trainer.run.files.branch import BranchPoint
 from lm_trainer.run.files.find_run import find_checkpoints_of_run, find_run
@@ -68,16 +71,30 @@ class ReportedRun:
     samples: Sequence[tuple[int, str]]
     tokens: TokenHistory | None
     gaps: Sequence[str]
-    """Messages about files with lost lines, one per file; empty for a run with its checkpoints in a bucket."""
+    """Messages about files with lost lines, one per file (none for a run with its checkpoints in a bucket), and about a
+    prediction that cannot be read."""
     branch: BranchPoint | None = None
     """Start of the run if it is a branch. Its metrics begin after this step."""
+    prediction: RegisteredCurve | None = None
+    """Curve that was registered before the run."""
+
+    def score_prediction(self) -> CurveScore | None:
+        """Returns the prediction compared with the run; None without a prediction."""
+        if self.prediction is None:
+            return None
+        curve = self.prediction.curve
+        return score_curve(curve, *self.metrics.get(curve.metric, (np.array([]), np.array([]))))
 
 
-def read_run(source: str) -> ReportedRun:
+def read_run(source: str, prediction: AnyPath | None = None) -> ReportedRun:
     """Reads a run, given its ID, its directory, or the URL of its checkpoints.
 
+    Args:
+        source: the run.
+        prediction: a registered curve of this run; by default the one of `trainer.alerts.off_prediction`.
+
     Raises:
-        UserError: if there is no such run, or it has not recorded anything yet.
+        UserError: if there is no such run, it has not recorded anything yet, or the prediction is of another run.
     """
     path = find_run(source)
     (listing,) = list_runs([path])
@@ -87,6 +104,7 @@ def read_run(source: str) -> ReportedRun:
         raise UserError(gaps[0] if gaps else f"{source}: this run has not done a step yet")
     content, event_lines = read_run_record(path), columns.other_lines
     config = read_config(path)
+    registered, problems = _read_prediction(config, prediction)
     return ReportedRun(
         listing.id,
         path,
@@ -103,9 +121,26 @@ def read_run(source: str) -> ReportedRun:
         _read_json(path / SUMMARY, {}),
         _read_samples(path / TEXTS),
         _read_token_history(path),
-        gaps,
+        [*gaps, *problems],
         BranchPoint.from_record(content, path / RUN),
+        registered,
     )
+
+
+def _read_prediction(config: RunConfig, file: AnyPath | None) -> tuple[RegisteredCurve | None, list[str]]:
+    """Returns the curve that was registered for a run, and messages about a file that is gone."""
+    alert = config.trainer.alerts.off_prediction
+    if file is not None:
+        registered = read_curve(file)
+        if differences := find_differences(registered, config):
+            raise UserError(f"--prediction: {describe_other_run(str(file), differences)}")
+        return registered, []
+    if alert is None:
+        return None, []
+    try:
+        return read_curve(alert.file), []
+    except UserError as error:
+        return None, [f"its prediction is not shown: {error}; name the file with --prediction"]
 
 
 def with_unique_names(runs: Sequence[ReportedRun]) -> list[ReportedRun]:

@@ -6,12 +6,14 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from lm_trainer.health.alerts.predicted_curve import PredictedCurve, RegisteredCurve
 from lm_trainer.report.downsample import downsample
 from lm_trainer.report.page import GROUPS, build_report_page
 from lm_trainer.report.run import ReportedRun, read_run
@@ -253,3 +255,22 @@ def test_a_browser_draws_every_chart(root: Path, tmp_path: Path, width: int) -> 
     body = done.stdout.partition("<main")[2].partition("<script>")[0]
     assert body.count('class="uplot') == shown
     assert "part at step 1" in body
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
+@pytest.mark.slow
+def test_a_browser_draws_a_predicted_band(root: Path, tmp_path: Path) -> None:
+    curve = PredictedCurve("train/loss", 0.9, 1, [2, 3, 4], [4.0, 3.9, 3.8], [3.0] * 3, [5.0] * 3)
+    run = replace(read_run(str(root / "logs/a")), prediction=RegisteredCurve(curve, "2026-01-01", "ab" * 32, "a", {}))
+    (tmp_path / "page.html").write_text(build_report_page([run]))
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
+    done = subprocess.run(
+        ["chromium", *flags, f"--user-data-dir={tmp_path}/user", "--dump-dom", f"file://{tmp_path}/page.html"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    body = done.stdout.partition("<main")[2].partition("<script>")[0]
+    assert "of 3 windows inside the 90% band" in body
+    assert body.count("predicted</div>") == 1

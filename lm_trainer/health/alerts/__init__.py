@@ -17,6 +17,7 @@ from lm_trainer.health.alerts.grad_norm import GradNorm
 from lm_trainer.health.alerts.loss_spike import LossSpike
 from lm_trainer.health.alerts.memory import DeviceMemory
 from lm_trainer.health.alerts.non_finite import NonFinite
+from lm_trainer.health.alerts.off_prediction import OffPrediction
 from lm_trainer.health.alerts.rules import Rule
 from lm_trainer.health.alerts.step_time import StepTime
 from lm_trainer.health.alerts.straggler import Straggler
@@ -40,6 +41,7 @@ class AlertsConfig(Config):
     memory: DeviceMemory | None = DeviceMemory()
     expert_load: ExpertLoad | None = ExpertLoad()
     straggler: Straggler | None = Straggler()
+    off_prediction: OffPrediction | None = None
 
     no_progress: bool = True
     """Also alert when the watchdog (`trainer.watchdog`) detects no progress."""

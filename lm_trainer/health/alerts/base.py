@@ -12,12 +12,15 @@ from typing import NamedTuple
 from lm_trainer.core.config import Config
 
 Check = Callable[[Mapping[str, float]], str | None]
-"""Function that receives the logged metrics of each step, by name, and returns the message of an alert or None."""
+"""Function that receives the number of each step and its logged metrics, by name, and returns the message of an alert
+or None."""
 
 LOSS, GRAD_NORM = "train/loss", "optim/grad_norm"
 STEP_TIME, DATA_WAIT = "throughput/step_time", "throughput/data_wait"
 EXPERT_OVERLOAD, UNUSED_EXPERTS = "train/router_batch_overload", "train/router_unused_experts"
 """Metric names. Throughput metrics are missing at steps whose time was not measured separately."""
+STEP = "step"
+"""Name under which a check receives the number of the step, counted from 1."""
 
 _NORMAL_MAD = 1.4826
 """Ratio of the standard deviation to the median absolute deviation of a normal distribution (Leys et al. 2013)."""

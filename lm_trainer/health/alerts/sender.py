@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.health.alerts import AlertsConfig
-from lm_trainer.health.alerts.base import Alert
+from lm_trainer.health.alerts.base import STEP, Alert
 from lm_trainer.health.alerts.rules import RuleStop, build_rule_check
 from lm_trainer.trackers.base import Composite
 from lm_trainer.trackers.console import Progress
@@ -61,8 +61,9 @@ class Alerts:
         self._step = step
         self._record_stalls(step)
         all_metrics = {**metrics, **speed}
+        checked = {**all_metrics, STEP: step}
         for name, check in self._checks.items():
-            message = check(all_metrics)
+            message = check(checked)
             if message is not None:
                 self._report_unless_quiet(Alert(step, name, message, all_metrics))
         try:

@@ -34,6 +34,7 @@ class Multiplier:
     """Compute of A divided by the compute that B needs for the same loss; 0 if B never reaches this loss."""
     ratio: float
     """Ratio of the compute budget to the compute of the largest rung of the smaller ladder."""
+    tokens_per_param: float
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the comparison as plain data at full precision."""
@@ -88,8 +89,8 @@ def _compare_at_compute(a: Fit, b: Fit, flops: float, per_param: float, ratio: f
     # Shuffled, because two bootstraps with the same seed draw the same points.
     order = np.random.default_rng([a.settings.seed, b.settings.seed, 4]).permutation(count)
     draws_a, draws_b = a.draws.select(slice(count)), b.draws.select(order)
-    loss_a, drawn_a = (_loss_at_compute(law, flops, per_param) for law in (a.law, draws_a))
-    loss_b, drawn_b = (_loss_at_compute(law, flops, per_param) for law in (b.law, draws_b))
+    loss_a, drawn_a = (loss_at_compute(law, flops, per_param) for law in (a.law, draws_a))
+    loss_b, drawn_b = (loss_at_compute(law, flops, per_param) for law in (b.law, draws_b))
     return Multiplier(
         flops,
         float(loss_a),
@@ -99,10 +100,12 @@ def _compare_at_compute(a: Fit, b: Fit, flops: float, per_param: float, ratio: f
             *central_interval(_solve_multiplier(draws_b, drawn_a, flops, per_param), level),
         ),
         ratio,
+        per_param,
     )
 
 
-def _loss_at_compute(law: Law, flops: Any, per_param: float) -> Any:
+def loss_at_compute(law: Law, flops: Any, per_param: float) -> Any:
+    """Computes the loss of a run with `flops` FLOPs and `per_param` tokens per parameter."""
     # C = 6 N D with D = per_param N.
     num_params = np.sqrt(flops / (FLOPS_PER_PARAM * per_param))
     return law.loss(num_params, per_param * num_params)
@@ -113,10 +116,10 @@ def _solve_multiplier(law: Law, loss: Any, flops: float, per_param: float) -> An
     low, high = (np.full(np.shape(loss), np.log(flops) + sign * _REACH) for sign in (-1, 1))
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        above = _loss_at_compute(law, np.exp(middle), per_param) > loss
+        above = loss_at_compute(law, np.exp(middle), per_param) > loss
         low, high = np.where(above, middle, low), np.where(above, high, middle)
     # A law whose floor E is above the loss never reaches it with any compute.
-    reached = _loss_at_compute(law, np.exp(np.log(flops) + _REACH), per_param) <= loss
+    reached = loss_at_compute(law, np.exp(np.log(flops) + _REACH), per_param) <= loss
     return np.where(reached, np.exp(np.log(flops) - (low + high) / 2), 0.0)
 
 

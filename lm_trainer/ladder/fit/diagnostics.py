@@ -16,7 +16,8 @@ from lm_trainer.ladder.fit.bootstrap import leverage
 from lm_trainer.ladder.fit.fitting import Fit, fit
 from lm_trainer.ladder.fit.law import CONSTANTS
 from lm_trainer.ladder.fit.predict import Range, predict
-from lm_trainer.ladder.fit.solver import EXPONENTS, Design, refine
+from lm_trainer.ladder.fit.repeats import REPEATS, RepeatLaw, make_design
+from lm_trainer.ladder.fit.solver import EXPONENTS, refine
 
 _EXTRAPOLATION = 10.0
 """Multiple of the largest rung's compute at which the effect of single points is measured."""
@@ -66,8 +67,18 @@ def backtest(fitted: Fit) -> list[HeldOutPoint]:
             continue
         target = points.select(held)
         return [
-            HeldOutPoint(label, float(loss), predict(reduced, n, d, extrapolate=True).run)
-            for label, loss, n, d in zip(target.labels, target.loss, target.num_params, target.tokens, strict=True)
+            HeldOutPoint(
+                target.labels[i],
+                float(target.loss[i]),
+                predict(
+                    reduced,
+                    target.num_params[i],
+                    target.tokens[i],
+                    unique_tokens=None if target.unique_tokens is None else target.unique_tokens[i],
+                    extrapolate=True,
+                ).run,
+            )
+            for i in range(len(target))
         ]
     return []
 
@@ -75,7 +86,7 @@ def backtest(fitted: Fit) -> list[HeldOutPoint]:
 def measure_influence(fitted: Fit) -> Influence:
     """Refits without each point, one at a time."""
     points, count = fitted.points, len(fitted.points)
-    design = Design.from_points(points.num_params, points.tokens)
+    design = make_design(points)
     start_RK = np.tile(design.to_constants(fitted.law), (count, 1))
     # Point r has weight 0 in the fit of law r, so all laws are refined as one batch.
     weights_RP = 1.0 - np.eye(count)
@@ -83,11 +94,11 @@ def measure_influence(fitted: Fit) -> Influence:
     laws = design.to_law(refine(design, loss_RP, weights_RP, start_RK, fitted.settings.objective)[0])
     ahead = _extrapolation_target(fitted)
     shifts = laws.loss(*ahead) / fitted.law.loss(*ahead) - 1
-    errors_RP = np.log(points.loss / laws.select(np.s_[:, None]).loss(points.num_params, points.tokens))
+    errors_RP = np.log(points.loss / points.fitted_loss(laws.select(np.s_[:, None])))
     # The error of a left-out point is residual / (1 - leverage), with the standard deviation noise / sqrt(1 -
     # leverage). Their ratio is the externally studentized residual.
     inflated = np.sqrt(1 / (1 - leverage(points, fitted.law)))
-    noise_R = np.sqrt((errors_RP**2 * weights_RP).sum(-1) / max(count - len(CONSTANTS) - 1, 1))
+    noise_R = np.sqrt((errors_RP**2 * weights_RP).sum(-1) / max(count - len(fitted.law.names) - 1, 1))
     return Influence(shifts, np.diagonal(errors_RP) / np.maximum(noise_R * inflated, 1e-12))
 
 
@@ -107,6 +118,10 @@ def _bound_caveats(fitted: Fit) -> list[str]:
         value = getattr(law, name)
         if value <= EXPONENTS[0] * 1.01 or value >= EXPONENTS[1] * 0.99:
             messages.append(f"{name} is at its bound {value:.3g}: {constants} are not determined by these points")
+    if isinstance(law, RepeatLaw) and not 1.01 * REPEATS[0] < law.repeats < 0.99 * REPEATS[1]:
+        messages.append(
+            f"repeats is at its bound {law.repeats:.3g}: the points do not show where repeated text loses its worth"
+        )
     if law.E <= 0:
         messages.append("E is at its bound 0: the points do not show where the loss ends")
     if law.A == 0:
@@ -118,7 +133,10 @@ def _bound_caveats(fitted: Fit) -> list[str]:
 
 def _identifiability_caveats(fitted: Fit) -> list[str]:
     messages, unidentified, level = [], [], fitted.settings.level
-    for name in ("E", "alpha", "beta"):
+    for name in fitted.law.names:
+        # A and B are in units that depend on the exponents.
+        if name in ("A", "B"):
+            continue
         low, high = fitted.interval(name)
         # The interval spans more than a factor of two, by more than rounding.
         if high > 2 * max(low, 1e-12) and high - low > 1e-6:
@@ -147,7 +165,7 @@ def _point_caveats(fitted: Fit, effect: Influence) -> list[str]:
     points = fitted.points
     count = len(points)
     # Bonferroni correction: two-sided, for the probability of any false outlier among all points.
-    limit = stats.t.ppf(1 - _OUTLIER_CHANCE / (2 * count), max(count - len(CONSTANTS) - 1, 1))
+    limit = stats.t.ppf(1 - _OUTLIER_CHANCE / (2 * count), max(count - len(fitted.law.names) - 1, 1))
     far = f"the loss at {_EXTRAPOLATION:g} times the largest compute changes by"
     messages = [
         f"{points.labels[index]} looks like an outlier: {effect.z_scores[index]:+.1f} standard deviations from the law "

@@ -14,7 +14,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.ladder.fit.diagnostics import HeldOutPoint
 from lm_trainer.ladder.fit.fitting import Fit
 from lm_trainer.ladder.fit.law import FLOPS_PER_PARAM
-from lm_trainer.ladder.fit.predict import Prediction
+from lm_trainer.ladder.fit.predict import Prediction, predict
 from lm_trainer.ladder.tables import format_number
 
 if TYPE_CHECKING:
@@ -106,10 +106,13 @@ def draw_plots(fit: Fit, held: list[HeldOutPoint], target: Prediction | None) ->
         captions.append(
             ("Back-test", "The largest rung, which the fit did not see: its prediction and what was measured.")
         )
-    if fit.chain is not None:
+    if fit.task is not None:
         with _svg_axes(pictures) as axes:
             _plot_chain(axes, fit)
         captions.append(("From loss to accuracy", "The sigmoid of the second step, with its interval."))
+        with _svg_axes(pictures) as axes:
+            _plot_task(axes, fit)
+        captions.append(("Accuracy against compute", f"Each form with its interval; {fit.task.reason()}."))
     return [(title, svg, text) for (title, text), svg in zip(captions, pictures, strict=True)]
 
 
@@ -128,10 +131,13 @@ def _plot_loss(axes: Axes, fit: Fit, target: Prediction | None) -> None:
         axes.plot(flops, best, color="0.35", linewidth=1.2, label="best N and D")
     for size, color in zip(points.sizes, _colors(len(points.sizes)), strict=True):
         mask = points.num_params == size
+        unique = None if points.unique_tokens is None else points.unique_tokens[mask].max()
         shortest, longest = points.tokens[mask].min(), points.tokens[mask].max()
         for start, stop, style in ((shortest, longest, "-"), (longest, 4 * longest, ":")):
             tokens = np.geomspace(start, stop, 40)
-            axes.plot(FLOPS_PER_PARAM * size * tokens, law.loss(size, tokens), style, color=color, linewidth=1.3)
+            axes.plot(
+                FLOPS_PER_PARAM * size * tokens, law.loss(size, tokens, unique), style, color=color, linewidth=1.3
+            )
         axes.plot(
             points.flops[mask], points.loss[mask], "o", color=color, markersize=5, label=f"N {format_number(size)}"
         )
@@ -202,9 +208,8 @@ def _plot_backtest(axes: Axes, held: list[HeldOutPoint], metric: str) -> None:
 
 
 def _plot_chain(axes: Axes, fit: Fit) -> None:
-    points, chain, drawn = fit.points, fit.chain, fit.chain_draws
-    assert chain is not None
-    assert drawn is not None
+    assert fit.task is not None
+    points, chain, drawn = fit.points, fit.task.chain, fit.task.chain_draws
     assert points.task is not None
     losses = np.linspace(points.loss.min() - np.ptp(points.loss), points.loss.max() * 1.02, 120)
     tail = (1 - fit.settings.level) / 2
@@ -215,4 +220,24 @@ def _plot_chain(axes: Axes, fit: Fit) -> None:
         mask = points.num_params == size
         axes.plot(points.loss[mask], points.task[mask], "o", color=color, label=f"N {format_number(size)}")
     axes.set(xlabel=points.metric, ylabel=points.task_metric)
+    axes.legend()
+
+
+def _plot_task(axes: Axes, fit: Fit) -> None:
+    """Draws the accuracy by each form, for the mean number of tokens per parameter of the points."""
+    points, task = fit.points, fit.task
+    assert points.task is not None
+    assert task is not None
+    ratio = float(np.exp(np.log(points.tokens / points.num_params).mean()))
+    flops = np.geomspace(points.flops.min(), _EXTRAPOLATION * fit.max_flops, 24)
+    sizes = np.sqrt(flops / (FLOPS_PER_PARAM * ratio))
+    predictions = [predict(fit, n, ratio * n, extrapolate=True).accuracies for n in sizes]
+    # The forms have the same order in every prediction.
+    for by_form, color in zip(zip(*predictions, strict=True), _colors(len(predictions[0])), strict=True):
+        name, chosen = by_form[0].form, by_form[0].form == task.form
+        bands = np.array([(a.law.value, a.law.low, a.law.high) for a in by_form]).T
+        axes.fill_between(flops, bands[1], bands[2], color=color, alpha=0.2, linewidth=0)
+        axes.plot(flops, bands[0], "-" if chosen else "--", color=color, label=f"{name}, chosen" if chosen else name)
+    axes.plot(points.flops, points.task, "o", color="0.2", markersize=5, label="measured")
+    axes.set(xscale="log", xlabel="compute 6 N D, FLOPs", ylabel=points.task_metric)
     axes.legend()

@@ -12,19 +12,15 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import AnyPath, local_path
+from lm_trainer.ladder.fit.accuracy import DirectFit
 from lm_trainer.ladder.fit.bootstrap import central_interval, fit_resamples
-from lm_trainer.ladder.fit.chain import AccuracySigmoid, fit_accuracy_sigmoid
-from lm_trainer.ladder.fit.huber import fit_huber
-from lm_trainer.ladder.fit.law import CONSTANTS, Law
+from lm_trainer.ladder.fit.chain import AccuracySigmoid
+from lm_trainer.ladder.fit.law import Law
 from lm_trainer.ladder.fit.points import Points
-from lm_trainer.ladder.fit.settings import NUM_CONSTANTS, FitSettings
-from lm_trainer.ladder.fit.solver import Design, fit_by_variable_projection
-
-_FEWEST_POINTS = NUM_CONSTANTS + 1
-_FEWEST_SIZES = 3
-"""Minimum number of different values of N, and of D: each has a factor and an exponent, and there is a constant."""
-_CHAIN_DRAWS = 200
-"""Maximum number of resamples for the sigmoid, because each needs a separate fit."""
+from lm_trainer.ladder.fit.repeats import RepeatLaw
+from lm_trainer.ladder.fit.search import search_law
+from lm_trainer.ladder.fit.settings import FitSettings
+from lm_trainer.ladder.fit.task import TaskFit, fit_task
 
 
 @dataclass(frozen=True)
@@ -36,20 +32,19 @@ class Fit:
     law: Law
     draws: Law
     """Laws fitted to the resamples. Each constant is an array of shape (draws,)."""
-    chain: AccuracySigmoid | None = None
-    """The sigmoid from the loss to an accuracy."""
-    chain_draws: AccuracySigmoid | None = None
+    task: TaskFit | None = None
+    """The forms of a task's accuracy, if the points have one."""
 
     @property
     def errors(self) -> np.ndarray:
         """log(measured / fitted) of every point (P,)."""
-        return np.log(self.points.loss / self.law.loss(self.points.num_params, self.points.tokens))
+        return np.log(self.points.loss / self.points.fitted_loss(self.law))
 
     @property
     def noise(self) -> float:
         """Standard deviation of log L of a single measurement, estimated from the residuals."""
-        # The five fitted constants use up five degrees of freedom.
-        return float(np.sqrt((self.errors**2).sum() / (len(self.points) - NUM_CONSTANTS)))
+        # Each fitted constant uses up a degree of freedom.
+        return float(np.sqrt((self.errors**2).sum() / (len(self.points) - len(self.law.names))))
 
     @property
     def max_flops(self) -> float:
@@ -65,13 +60,14 @@ class Fit:
         return {
             "format": "lm_trainer ladder fit 1",
             "law": self.law.as_dict(),
-            "intervals": {name: self.interval(name) for name in CONSTANTS},
+            "intervals": {name: self.interval(name) for name in self.law.names},
             "noise": self.noise,
             "settings": asdict(self.settings),
             "points": self.points.as_dict(),
             "draws": self.draws.as_dict(),
-            "chain": self.chain and self.chain.as_dict(),
-            "chain_draws": self.chain_draws and self.chain_draws.as_dict(),
+            "chain": self.task and self.task.chain.as_dict(),
+            "chain_draws": self.task and self.task.chain_draws.as_dict(),
+            **({} if self.task is None else {"task": self.task.as_dict()}),
         }
 
     def digest(self) -> str:
@@ -86,43 +82,9 @@ def fit(points: Points, settings: FitSettings | None = None) -> Fit:
         UserError: if the points do not determine a law.
     """
     settings = settings or FitSettings()
-    _check_points(points)
-    if settings.method == "huber":
-        law = fit_huber(points, settings.start)
-    else:
-        design = Design.from_points(points.num_params, points.tokens)
-        law = design.to_law(fit_by_variable_projection(design, points.loss))
-    # Plain floats, as in JSON, so that a fit has the same digest after it is saved and read.
-    law = Law(*(float(getattr(law, name)) for name in CONSTANTS))
+    law = search_law(points, settings)
     drawn = fit_resamples(points, law, settings)
-    if points.task is None:
-        return Fit(points, settings, law, drawn)
-    chain, chains = fit_accuracy_sigmoid(
-        points.loss, points.task, draws=min(settings.draws, _CHAIN_DRAWS), seed=settings.seed
-    )
-    return Fit(points, settings, law, drawn, chain, chains)
-
-
-def _check_points(points: Points) -> None:
-    source, sizes, lengths = points.source or "the points", len(points.sizes), len(np.unique(points.tokens))
-    label = f"{source}: {len(points)} points of {sizes} sizes"
-    if len(points) < _FEWEST_POINTS:
-        raise UserError(
-            f"{label} do not determine {NUM_CONSTANTS} constants; it takes {_FEWEST_POINTS} points, better 12"
-        )
-    if sizes < _FEWEST_SIZES:
-        raise UserError(
-            f"{label}: E, A and alpha cannot be told apart with fewer than {_FEWEST_SIZES}; train another size"
-        )
-    if lengths < _FEWEST_SIZES:
-        raise UserError(f"{label} and {lengths} lengths: E, B and beta cannot be told apart; raise chinchilla_multiple")
-    # If D / N is the same for all points, the effects of N and D cannot be separated.
-    spread = np.log(points.tokens / points.num_params)
-    if np.ptp(spread) < 0.05:
-        raise UserError(
-            f"{label} all have about {np.exp(spread.mean()):.3g} tokens per parameter, so that the effects of size and "
-            "length cannot be told apart; raise chinchilla_multiple"
-        )
+    return Fit(points, settings, law, drawn, None if points.task is None else fit_task(points, settings))
 
 
 def save(fitted: Fit, path: AnyPath) -> None:
@@ -148,16 +110,22 @@ def from_dict(plain: Mapping[str, Any], source: str) -> Fit:
         return values and kind(**{key: np.asarray(value) for key, value in values.items()})
 
     try:
-        chain = plain["chain"] and AccuracySigmoid(**plain["chain"])
+        kind = RepeatLaw if "repeats" in plain["law"] else Law
         return Fit(
             Points.from_dict(plain["points"]),
             FitSettings(**plain["settings"]),
-            Law(**plain["law"]),
-            arrays(Law, plain["draws"]),
-            chain,
-            arrays(AccuracySigmoid, plain["chain_draws"]),
+            kind(**plain["law"]),
+            arrays(kind, plain["draws"]),
+            None if plain["chain"] is None else _read_task(plain),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{source}: not a fit, or of another version: {error}; write it again with lmt ladder fit"
         ) from None
+
+
+def _read_task(plain: Mapping[str, Any]) -> TaskFit:
+    task = dict(plain["task"])
+    direct = tuple(DirectFit.from_dict(item) for item in task.pop("direct"))
+    draws = {name: np.asarray(values) for name, values in plain["chain_draws"].items()}
+    return TaskFit(chain=AccuracySigmoid(**plain["chain"]), chain_draws=AccuracySigmoid(**draws), direct=direct, **task)

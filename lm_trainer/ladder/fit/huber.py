@@ -11,8 +11,9 @@ from scipy.special import huber
 from lm_trainer.core.errors import UserError
 from lm_trainer.ladder.fit.law import Law
 from lm_trainer.ladder.fit.points import Points
+from lm_trainer.ladder.fit.repeats import RepeatDesign, RepeatLaw, make_design
 from lm_trainer.ladder.fit.settings import DELTA
-from lm_trainer.ladder.fit.solver import Design, Objective, refine
+from lm_trainer.ladder.fit.solver import Objective, fit_by_variable_projection, refine
 
 STARTS = {
     "hoffmann": [
@@ -25,6 +26,9 @@ STARTS = {
 }
 """Values of (log A, log B, alpha, beta, E) to start the search from: a grid as in Hoffmann et al. 2022 and Besiroglu et
 al. 2024 (arXiv 2404.10102), or the single point of Bhagia et al. 2024 (arXiv 2412.04403)."""
+
+_START_OF_REPEATS = 15.0
+"""R* of Muennighoff et al. 2023 (arXiv 2305.16264)."""
 
 
 def fit_huber(points: Points, start: str = "hoffmann") -> Law:
@@ -57,8 +61,14 @@ def fit_huber(points: Points, start: str = "hoffmann") -> Law:
         minimize(objective, x, jac=True, method="L-BFGS-B", bounds=[(0, None)] * 5, options=options).x for x in starts
     ]
     log_a, log_b, alpha, beta, e = np.array(optima).T
-    design = Design.from_points(points.num_params, points.tokens)
-    start_RK = design.to_constants(Law(e, np.exp(log_a), np.exp(log_b), alpha, beta))
-    loss_RP = np.broadcast_to(points.loss, (len(optima), len(points)))
+    design = make_design(points)
+    laws = Law(e, np.exp(log_a), np.exp(log_b), alpha, beta)
+    if isinstance(design, RepeatDesign):
+        # The papers' search has no R*, so the refinement starts from the least squares of all constants as well.
+        laws = RepeatLaw(**vars(laws), repeats=np.full(len(optima), _START_OF_REPEATS))
+    start_RK = design.to_constants(laws)
+    if isinstance(design, RepeatDesign):
+        start_RK = np.append(start_RK, fit_by_variable_projection(design, points.loss)[None], 0)
+    loss_RP = np.broadcast_to(points.loss, (len(start_RK), len(points)))
     fitted_RK, values_R = refine(design, loss_RP, np.ones_like(loss_RP), start_RK, Objective(DELTA))
     return design.to_law(fitted_RK[np.argmin(values_R)])

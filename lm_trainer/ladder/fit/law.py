@@ -24,14 +24,28 @@ class Law:
     alpha: Any
     beta: Any
 
-    def loss(self, num_params: Any, tokens: Any) -> Any:
-        """Computes L(N, D) in the unit of the fitted loss. The arguments broadcast against the constants."""
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the constants."""
+        return tuple(field.name for field in fields(self))
+
+    def loss(self, num_params: Any, tokens: Any, unique_tokens: Any = None) -> Any:
+        """Computes L(N, D) in the unit of the fitted loss. The arguments broadcast against the constants.
+
+        Args:
+            num_params: N.
+            tokens: D.
+            unique_tokens: number of distinct tokens among `tokens`; None if all are. Has an effect on a `RepeatLaw`
+                only.
+        """
+        del unique_tokens
         return self.E + self.A * np.power(num_params, -self.alpha) + self.B * np.power(tokens, -self.beta)
 
-    def optimum(self, flops: Any) -> tuple[Any, Any]:
+    def optimum(self, flops: Any, unique_tokens: Any = None) -> tuple[Any, Any]:
         """Computes N and D with the lowest loss for a compute budget C = 6 N D: N = G (C / 6)^(beta / (alpha + beta))
         and D = C / (6 N), where G = (alpha A / (beta B))^(1 / (alpha + beta)) (Hoffmann et al. 2022, equation 4).
         """
+        del unique_tokens
         # If A or B is 0, there is no optimum. The result is then 0, infinite or NaN, which the caller checks.
         with np.errstate(divide="ignore", invalid="ignore"):
             exponents = self.alpha + self.beta
@@ -42,11 +56,11 @@ class Law:
 
     def select(self, index: Any) -> Law:
         """Selects one or several laws by index."""
-        return Law(*(getattr(self, field.name)[index] for field in fields(self)))
+        return type(self)(*(getattr(self, name)[index] for name in self.names))
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the constants as plain data at full precision."""
-        return {field.name: np.asarray(getattr(self, field.name)).tolist() for field in fields(self)}
+        return {name: np.asarray(getattr(self, name)).tolist() for name in self.names}
 
 
 CONSTANTS = tuple(field.name for field in fields(Law))

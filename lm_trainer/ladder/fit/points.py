@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import AnyPath, local_path
-from lm_trainer.ladder.fit.law import training_flops
+from lm_trainer.ladder.fit.chance import chance_of
+from lm_trainer.ladder.fit.law import Law, training_flops
 
-_ALIASES = {"num_params": ("num_params", "params", "N"), "tokens": ("tokens", "D")}
+_ALIASES = {"num_params": ("num_params", "params", "N"), "tokens": ("tokens", "D"), "unique": ("unique_tokens", "U")}
 _DEFAULT_METRICS = ("eval/loss", "loss")
 _UNDECAYED = re.compile(r"(pre-decay|^initialization|^step \d+)$")
 _FACTS = frozenset({"ladder", "size", "seed", "name", "step", "flops", "run", *sum(_ALIASES.values(), ())})
@@ -40,6 +41,10 @@ class Points:
     task: np.ndarray | None = None
     """Accuracy at the same checkpoints, if any."""
     task_metric: str | None = None
+    chance: float = 0.0
+    """Accuracy that guessing gives, from 0 to 1."""
+    unique_tokens: np.ndarray | None = None
+    """U: number of distinct tokens in the training text of each point; None if no text is repeated."""
     source: str = ""
     """Origin of the points, shown in messages."""
     notes: tuple[str, ...] = ()
@@ -52,6 +57,30 @@ class Points:
     def flops(self) -> np.ndarray:
         """Compute (6 N D) of each point."""
         return training_flops(self.num_params, self.tokens)
+
+    def with_chance(self, chance: float) -> Points:
+        """Returns the same points with another accuracy of guessing.
+
+        Raises:
+            UserError: if it is not from 0 to below 1.
+        """
+        if not 0 <= chance < 1:
+            raise UserError(f"--chance {chance:g}: it has to be at least 0 and below 1, such as 0.25 for four choices")
+        return replace(self, chance=chance)
+
+    def with_unique_tokens(self, unique_tokens: float) -> Points:
+        """Returns the same points, all with `unique_tokens` distinct tokens in their training text.
+
+        Raises:
+            UserError: if the number is not positive.
+        """
+        if not (math.isfinite(unique_tokens) and unique_tokens > 0):
+            raise UserError(f"--unique-tokens {unique_tokens:g}: it has to be finite and above 0")
+        return replace(self, unique_tokens=np.full(len(self), float(unique_tokens)))
+
+    def fitted_loss(self, law: Law) -> np.ndarray:
+        """Computes the loss of every point (P,) by a law."""
+        return law.loss(self.num_params, self.tokens, self.unique_tokens)
 
     @property
     def sizes(self) -> np.ndarray:
@@ -70,6 +99,8 @@ class Points:
             self.metric,
             None if self.task is None else self.task[chosen],
             self.task_metric,
+            self.chance,
+            None if self.unique_tokens is None else self.unique_tokens[chosen],
             self.source,
             self.notes,
         )
@@ -80,7 +111,10 @@ class Points:
         task = None if self.task is None else self.task.tolist()
         texts = {"labels": list(self.labels), "runs": list(self.runs), "notes": list(self.notes)}
         names = {"metric": self.metric, "task_metric": self.task_metric, "source": self.source}
-        return {**names, **arrays, "task": task, **texts}
+        # The key is absent without repeated text, so that the hash of such a fit does not depend on this version.
+        unique = {} if self.unique_tokens is None else {"unique_tokens": self.unique_tokens.tolist()}
+        chance = {} if self.task is None else {"chance": self.chance}
+        return {**names, **arrays, **unique, **chance, "task": task, **texts}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Points:
@@ -89,7 +123,8 @@ class Points:
         task = None if plain["task"] is None else np.asarray(plain["task"], float)
         texts = {name: tuple(plain[name]) for name in ("labels", "runs", "notes")}
         names = {name: plain[name] for name in ("metric", "task_metric", "source")}
-        return cls(**arrays, **texts, **names, task=task)
+        unique = None if "unique_tokens" not in plain else np.asarray(plain["unique_tokens"], float)
+        return cls(**arrays, **texts, **names, task=task, unique_tokens=unique, chance=plain.get("chance", 0.0))
 
 
 def points_from_rows(
@@ -109,7 +144,7 @@ def points_from_rows(
 
     Args:
         rows: rows with `num_params` (or `params`, `N`), `tokens` (or `D`), a metric, and, if known, `size`, `seed`,
-            `name` and `ladder`.
+            `name`, `ladder` and `unique_tokens` (or `U`).
         source: origin of the rows, shown in messages.
         metric: name of the loss column. By default `eval/loss` if it exists, otherwise `loss`.
         task: name of a column with an accuracy.
@@ -148,9 +183,15 @@ def points_from_rows(
         metric,
         None if task is None else np.asarray([_parse_accuracy(row, task, source, number) for number, row in selected]),
         task,
+        chance_of(task),
+        _unique_tokens(selected, names["unique"], source) if names["unique"] in columns else None,
         source,
         tuple(notes),
     )
+
+
+def _unique_tokens(selected: Sequence[tuple[int, Mapping[str, Any]]], column: str, source: str) -> np.ndarray:
+    return np.asarray([_parse_positive(row, column, f"{source}, row {number}") for number, row in selected])
 
 
 def _check_ladder(rows: Sequence[Mapping[str, Any]], source: str) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import AnyPath, local_path
+from lm_trainer.core.registration import read_registered, write_registered
 from lm_trainer.ladder.checkpoints import find_checkpoints
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.fit.fitting import Fit
@@ -89,26 +87,11 @@ def write_registration(
         UserError: if the file exists.
     """
     content = {
-        "format": _FORMAT,
-        "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "size": size,
         "predictions": [{"name": name, **prediction.as_dict()} for name, prediction in predictions],
         "fit": {"sha256": fit.digest(), "law": fit.law.as_dict(), "points": fit.points.as_dict()},
     }
-    digest, path = _digest(content), local_path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        # Exclusive creation, so that only one of two simultaneous commands registers, and no prediction is overwritten.
-        with path.open("x") as file:
-            file.write(json.dumps({**content, "sha256": digest}, indent=1) + "\n")
-    except FileExistsError:
-        raise UserError(f"{path} holds a registered prediction, which is kept; choose another --out") from None
-    return digest
-
-
-def _digest(content: dict[str, Any]) -> str:
-    # Sorted keys, so that the hash depends only on the content, and not on the layout of the file.
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return write_registered(path, _FORMAT, content)
 
 
 def read_registration(path: AnyPath) -> dict[str, Any]:
@@ -117,15 +100,7 @@ def read_registration(path: AnyPath) -> dict[str, Any]:
     Raises:
         UserError: if the file is not a registered prediction, or was changed after registration.
     """
-    try:
-        content = json.loads(local_path(path).read_text())
-        digest = content.pop("sha256")
-        known_format = content["format"] == _FORMAT
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise UserError(f"{path}: no registered prediction: {error}") from None
-    if not known_format or digest != _digest(content):
-        raise UserError(f"{path} was changed after it was registered; its hash does not fit its content")
-    return content
+    return read_registered(path, _FORMAT)
 
 
 def score_registrations(ladder: LadderConfig) -> list[ScoredPrediction]:

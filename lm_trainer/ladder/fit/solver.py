@@ -10,6 +10,7 @@ for N and D in units of their geometric means.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from scipy.optimize import nnls
@@ -23,8 +24,6 @@ _GRID = 24
 """Values of each exponent on the grid that `fit_by_variable_projection` searches."""
 _STARTS = 4
 """Number of grid cells to refine."""
-_LOWER_K = np.array([0.0, 0.0, 0.0, EXPONENTS[0], EXPONENTS[0]])
-_UPPER_K = np.array([np.inf, np.inf, np.inf, EXPONENTS[1], EXPONENTS[1]])
 _ITERATIONS = 400
 """Maximum number of steps."""
 _TOLERANCE = 1e-13
@@ -77,6 +76,12 @@ class Design:
         n_P, d_P = np.log(num_params_P), np.log(tokens_P)
         return cls(n_P - n_P.mean(), d_P - d_P.mean(), float(n_P.mean()), float(d_P.mean()))
 
+    @property
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Lower and upper bounds of the constants (K,)."""
+        low, high = EXPONENTS
+        return np.array([0.0, 0.0, 0.0, low, low]), np.array([np.inf, np.inf, np.inf, high, high])
+
     def to_law(self, constants_RK: np.ndarray) -> Law:
         """Converts centred constants (R, K) to a law for plain N and D."""
         e, a, b, alpha, beta = np.moveaxis(constants_RK, -1, 0)
@@ -96,6 +101,18 @@ class Design:
         slopes = (np.ones_like(n_RP), n_RP, d_RP, -a * n_RP * self.log_n_P, -b * d_RP * self.log_d_P)
         return e + a * n_RP + b * d_RP, np.stack(slopes, -1)
 
+    def grid_cells(self, loss_P: np.ndarray, scale_P: np.ndarray) -> list[tuple[float, ...]]:
+        """Returns the norm of the scaled errors, and the constants, for each pair of exponents on a grid."""
+        exponents = np.geomspace(*EXPONENTS, _GRID)
+        cells = []
+        for alpha in exponents:
+            n_P = np.exp(-alpha * self.log_n_P)
+            for beta in exponents:
+                columns_PK = np.stack([np.ones_like(n_P), n_P, np.exp(-beta * self.log_d_P)], -1)
+                linear, norm = nnls(columns_PK * scale_P[:, None], loss_P * scale_P)
+                cells.append((norm, *linear, alpha, beta))
+        return cells
+
 
 def fit_by_variable_projection(design: Design, loss_P: np.ndarray, weights_P: np.ndarray | None = None) -> np.ndarray:
     """Returns the constants (K,) of the law with the least sum of squared relative errors.
@@ -105,15 +122,7 @@ def fit_by_variable_projection(design: Design, loss_P: np.ndarray, weights_P: np
     """
     weights_P = np.ones_like(loss_P) if weights_P is None else weights_P
     # Rows are divided by the loss, because ordinary least squares on the scaled rows minimises relative errors.
-    scale_P = np.sqrt(weights_P) / loss_P
-    exponents = np.geomspace(*EXPONENTS, _GRID)
-    cells = []
-    for alpha in exponents:
-        n_P = np.exp(-alpha * design.log_n_P)
-        for beta in exponents:
-            columns_PK = np.stack([np.ones_like(n_P), n_P, np.exp(-beta * design.log_d_P)], -1)
-            linear, norm = nnls(columns_PK * scale_P[:, None], loss_P * scale_P)
-            cells.append((norm, *linear, alpha, beta))
+    cells = design.grid_cells(loss_P, np.sqrt(weights_P) / loss_P)
     # Only every eighth of the best cells, because neighbours on the grid would be refined to the same minimum.
     best_RK = np.array(sorted(cells)[: 8 * _STARTS : 8])[:, 1:]
     shape = (len(best_RK), len(loss_P))
@@ -123,15 +132,29 @@ def fit_by_variable_projection(design: Design, loss_P: np.ndarray, weights_P: np
     return fitted_RK[np.argmin(values_R)]
 
 
+class Predictor(Protocol):
+    """Values of points as a function of constants."""
+
+    @property
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Lower and upper bounds of the constants (K,)."""
+        ...
+
+    def predict(self, constants_RK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Computes the values (R, P), and their derivatives (R, P, K)."""
+        ...
+
+
 def refine(
-    design: Design, loss_RP: np.ndarray, weights_RP: np.ndarray, start_RK: np.ndarray, objective: Objective
+    design: Predictor, loss_RP: np.ndarray, weights_RP: np.ndarray, start_RK: np.ndarray, objective: Objective
 ) -> tuple[np.ndarray, np.ndarray]:
     """Runs Levenberg-Marquardt from start constants, within the bounds, independently for every set.
 
     Returns:
         The constants (R, K) and the values of the objective (R,).
     """
-    constants_RK = np.clip(start_RK, _LOWER_K, _UPPER_K)
+    bounds = design.bounds
+    constants_RK = np.clip(start_RK, *bounds)
     damping_R = np.full(len(constants_RK), 1e-3)
     values_R, normal_RKK, gradient_RK = _quadratic_model(design, loss_RP, weights_RP, constants_RK, objective)
     active_R = np.ones(len(constants_RK), bool)
@@ -140,9 +163,9 @@ def refine(
         rows = np.flatnonzero(active_R)
         if not len(rows):
             break
-        step_RK = _damped_step(constants_RK[rows], normal_RKK[rows], gradient_RK[rows], damping_R[rows])
+        step_RK = _damped_step(constants_RK[rows], normal_RKK[rows], gradient_RK[rows], damping_R[rows], bounds)
         # Clipping may make a step worse. The step is then rejected like any other step without gain.
-        tried_RK = np.clip(constants_RK[rows] + step_RK, _LOWER_K, _UPPER_K)
+        tried_RK = np.clip(constants_RK[rows] + step_RK, *bounds)
         new = _quadratic_model(design, loss_RP[rows], weights_RP[rows], tried_RK, objective)
         better_R = new[0] < values_R[rows]
         gain_R = (values_R[rows] - new[0]) / np.maximum(values_R[rows], 1e-300)
@@ -160,7 +183,7 @@ def refine(
 
 
 def _quadratic_model(
-    design: Design, loss_RP: np.ndarray, weights_RP: np.ndarray, constants_RK: np.ndarray, objective: Objective
+    design: Predictor, loss_RP: np.ndarray, weights_RP: np.ndarray, constants_RK: np.ndarray, objective: Objective
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Computes the objective (R,), its Gauss-Newton matrix J'WJ (R, K, K) and its gradient J'We (R, K)."""
     predicted_RP, slopes_RPK = design.predict(constants_RK)
@@ -173,11 +196,16 @@ def _quadratic_model(
 
 
 def _damped_step(
-    constants_RK: np.ndarray, normal_RKK: np.ndarray, gradient_RK: np.ndarray, damping_R: np.ndarray
+    constants_RK: np.ndarray,
+    normal_RKK: np.ndarray,
+    gradient_RK: np.ndarray,
+    damping_R: np.ndarray,
+    bounds: tuple[np.ndarray, np.ndarray],
 ) -> np.ndarray:
     """Computes the step (R, K) that solves (J'WJ + damping diag(J'WJ)) step = -gradient for the free constants."""
     # A constant at its bound whose step would go outwards is fixed: it gets the row and column of the identity.
-    fixed_RK = ((constants_RK <= _LOWER_K) & (gradient_RK > 0)) | ((constants_RK >= _UPPER_K) & (gradient_RK < 0))
+    lower_K, upper_K = bounds
+    fixed_RK = ((constants_RK <= lower_K) & (gradient_RK > 0)) | ((constants_RK >= upper_K) & (gradient_RK < 0))
     free_RK = ~fixed_RK
     diagonal_RK = np.einsum("rkk->rk", normal_RKK)
     matrix_RKK = normal_RKK * (free_RK[:, :, None] & free_RK[:, None, :])

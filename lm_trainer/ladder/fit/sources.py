@@ -11,6 +11,7 @@ from lm_trainer.ladder.checkpoints import find_checkpoints
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.fit.fitting import Fit, fit, from_dict, is_fit
 from lm_trainer.ladder.fit.points import Points, points_from_rows, read_table
+from lm_trainer.ladder.fit.same_conditions import code_notes
 from lm_trainer.ladder.metrics import collect_rows
 from lm_trainer.ladder.rungs import run_name
 
@@ -54,7 +55,7 @@ def ladder_points(
         if checkpoint.name.endswith("post-decay") and (size, seed, checkpoint.step) not in measured
     ]
     notes = (f"rungs without {points.metric}: {', '.join(missing)}",) if missing else ()
-    return Points(**{**vars(points), "notes": (*points.notes, *notes)})
+    return Points(**{**vars(points), "notes": (*points.notes, *notes, *code_notes(ladder))})
 
 
 def table_points(

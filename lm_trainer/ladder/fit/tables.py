@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lm_trainer.ladder.fit.diagnostics import HeldOutPoint, Influence
 from lm_trainer.ladder.fit.fitting import Fit
 from lm_trainer.ladder.fit.isoflop import IsoFlop
-from lm_trainer.ladder.fit.law import CONSTANTS
+from lm_trainer.ladder.fit.repeats import RepeatLaw
 from lm_trainer.ladder.tables import format_number, format_table
 
 _UNITS = {
@@ -32,29 +32,33 @@ def law_text(fit: Fit) -> str:
     settings, points = fit.settings, fit.points
     method = "variable projection" if settings.method == "vp" else f"Huber on log L, from {settings.start}"
     rows = []
-    for name in CONSTANTS:
+    for name in fit.law.names:
         low, high = fit.interval(name)
         rows.append([name, f"{getattr(fit.law, name):.6g}", f"{low:.4g}", f"{high:.4g}"])
+    repeated = isinstance(fit.law, RepeatLaw)
     lines = [
-        f"{points.metric}: L(N, D) = E + A / N^alpha + B / D^beta",
+        f"{points.metric}: L(N, D) = E + A / N^alpha + B / D{chr(39) if repeated else ''}^beta"
+        + (", D' = U (1 + R* (1 - exp(-(D / U - 1) / R*))), R* = repeats" if repeated else ""),
         f"{len(points)} points of {len(points.sizes)} sizes, {method}",
         format_table(["constant", "value", f"{settings.level:.0%} low", "high"], rows),
         f"bootstrap: {settings.draws} draws of {_UNITS[settings.resample]}, seed {settings.seed}; noise of a point "
         f"{fit.noise:.3%}",
     ]
-    if fit.chain is not None:
-        c = fit.chain
+    if fit.task is not None:
+        c = fit.task.chain
         lines.append(
             f"{points.task_metric} = {c.a:.4g} / (1 + exp({c.k:.4g} (L - {c.L0:.4g}))) + {c.b:.4g}, largest error "
             f"{abs(c.accuracy(points.loss) - points.task).max():.3f}"
         )
+        lines += [f"{points.task_metric}: {direct.describe()}" for direct in fit.task.direct]
+        lines.append(f"{points.task_metric}, {fit.task.reason()}")
     return "\n".join(lines)
 
 
 def points_text(fit: Fit, effect: Influence) -> str:
     """Formats a table of measured and fitted losses."""
     points = fit.points
-    fitted = fit.law.loss(points.num_params, points.tokens)
+    fitted = points.fitted_loss(fit.law)
     rows = [
         [
             points.labels[i],

@@ -20,6 +20,7 @@ from lm_trainer.health.watchdog import Watchdog
 from lm_trainer.parallel.kept_programs import keep_programs
 from lm_trainer.run.build.setup import TrainingSetup, check_devices
 from lm_trainer.run.build.startup_notes import configuration_warnings
+from lm_trainer.run.config.predicted_run import check_prediction
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.directory import PROGRAMS, RunDirectory
 from lm_trainer.run.files.failed_start import RemoveFailedStart
@@ -123,6 +124,7 @@ def open_attempt(
         config = directory.trainer
         # Comes before the directory is created, so that a configuration that does not fit the devices leaves no files.
         check_devices(config)
+        check_prediction(directory.config)
         for note in check_agreement(directory.config):
             progress.note(note)
         # Entered before the directory, so that a failure before the first step leaves no files.

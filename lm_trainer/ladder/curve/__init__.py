@@ -1,0 +1,1 @@
+"""Losses over a complete run: a law of loss curves fitted to the rungs of a ladder, and curves predicted from it."""
