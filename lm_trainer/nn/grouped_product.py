@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from lm_trainer.nn import triton_product
 from lm_trainer.nn.expert_slots import Slots
+from lm_trainer.nn.gpu_generation import local_gpu_obstacle
 
 _CPU_ROWS = 32
 """Slots of a block on CPUs. Smaller blocks read the matrices more often; larger blocks have more empty slots."""
@@ -37,6 +39,8 @@ class GroupedKernel:
     """The slots of each group must start at a multiple of this number."""
     multiple: int = 1
     """The number of slots must be a multiple of this number."""
+    find_obstacle: Callable[[], str | None] = lambda: None
+    """Returns the reason why the devices of this process cannot run the kernel; None if they can."""
 
 
 class _Blocks(NamedTuple):
@@ -105,9 +109,20 @@ def megablox_product(x_PD: jax.Array, w_EDF: jax.Array, slots: Slots, *, interpr
 
 KERNELS = {
     "cpu": GroupedKernel(_product_in_blocks, align=_CPU_ROWS, multiple=_CPU_ROWS),
+    "gpu": GroupedKernel(
+        triton_product.grouped_product,
+        align=triton_product.SLOTS,
+        multiple=triton_product.SLOTS,
+        find_obstacle=local_gpu_obstacle,
+    ),
     "tpu": GroupedKernel(megablox_product, multiple=_TPU_TILES[0]),
 }
 """The kernel of each platform that has one."""
+
+INTERPRETED_GPU = replace(
+    KERNELS["gpu"], product=functools.partial(triton_product.grouped_product, interpret=True), find_obstacle=lambda: None
+)
+"""The kernel for GPUs, emulated."""
 
 INTERPRETED_TPU = GroupedKernel(functools.partial(megablox_product, interpret=True), multiple=_TPU_TILES[0])
 """The kernel for TPUs, emulated."""
