@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from lm_trainer.nn import triton_product
 from lm_trainer.nn.expert_slots import Slots
 from lm_trainer.nn.gpu_generation import local_gpu_obstacle
+from lm_trainer.nn.triton_product import grouped_product
 
 _CPU_ROWS = 32
 """Slots of a block on CPUs. Smaller blocks read the matrices more often; larger blocks have more empty slots."""
@@ -109,19 +109,12 @@ def megablox_product(x_PD: jax.Array, w_EDF: jax.Array, slots: Slots, *, interpr
 
 KERNELS = {
     "cpu": GroupedKernel(_product_in_blocks, align=_CPU_ROWS, multiple=_CPU_ROWS),
-    "gpu": GroupedKernel(
-        triton_product.grouped_product,
-        align=triton_product.SLOTS,
-        multiple=triton_product.SLOTS,
-        find_obstacle=local_gpu_obstacle,
-    ),
+    "gpu": GroupedKernel(grouped_product, find_obstacle=local_gpu_obstacle),
     "tpu": GroupedKernel(megablox_product, multiple=_TPU_TILES[0]),
 }
 """The kernel of each platform that has one."""
 
-INTERPRETED_GPU = replace(
-    KERNELS["gpu"], product=functools.partial(triton_product.grouped_product, interpret=True), find_obstacle=lambda: None
-)
+INTERPRETED_GPU = GroupedKernel(functools.partial(grouped_product, interpret=True))
 """The kernel for GPUs, emulated."""
 
 INTERPRETED_TPU = GroupedKernel(functools.partial(megablox_product, interpret=True), multiple=_TPU_TILES[0])

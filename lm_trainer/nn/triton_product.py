@@ -1,9 +1,9 @@
 """Grouped products with Pallas kernels for NVIDIA GPUs since Ampere.
 
 Each program of a kernel computes one tile of the result and adds all of its terms in the order of the slots, without
-atomics. The tiles are equal on all GPUs, so the bits do not depend on the kind of GPU's number of multiprocessors.
+atomics. The tiles follow from the shapes and are equal on all GPUs, so the bits follow from the arguments alone.
 
-Shape letters: P slots, D width of a row, F width of a result, E groups, N blocks of slots, R slots of a block, C columns
+Shape letters: P slots, D width of a row, F width of a result, E groups, N tiles of slots, R slots of a tile, C columns
 of a tile, K terms that are added at once.
 """
 
@@ -18,15 +18,17 @@ import jax.numpy as jnp
 
 from lm_trainer.nn.expert_slots import Slots
 
-SLOTS = 128
-"""Slots of a block. The slots of each group must start at a multiple of it, so that a block belongs to one group."""
-_COLUMNS = 128
+_SIDE = 128
+"""Largest side of a tile of the result."""
 _TERM_BYTES = 128
 """Bytes of the terms of a row that are added at once. Three buffers of these tiles need 96 KiB of shared memory, which
 every GPU with a compute capability of 8.0 or more has."""
 _WARPS, _BUFFERS = 8, 3
 _SMALLEST = 16
 """Smallest side of a tile that Triton multiplies."""
+_SLOTS_OF_LARGE_GROUPS = 256
+"""Mean size of a group from which on tiles have the largest number of slots. For smaller groups, half of this number
+wastes less, because the last tile of a group is half empty in the mean."""
 
 PRODUCT_NAME, GRADIENT_NAME = "grouped_product", "grouped_gradient"
 """Names of the kernels in compiled programs."""
@@ -36,33 +38,52 @@ Ref = Any
 
 
 class _Groups(NamedTuple):
-    """Blocks of slots of each group."""
+    """Tiles of slots that each belong to one group, and the first and last slots of groups and tiles."""
 
     expert_N: jax.Array
-    used_1: jax.Array
-    """Number of blocks that have slots in use, which come first."""
+    start_N: jax.Array
+    end_N: jax.Array
+    """End of the group of a tile."""
+    used_N: jax.Array
+    """1 for tiles of a group, and 0 for tiles of the slots after all groups, whose results are zero."""
     start_E: jax.Array
-    """First slot of each group."""
-    count_E: jax.Array
+    end_E: jax.Array
+
+
+def tile_slots(slots: int, groups: int) -> int:
+    """Returns the number of slots of a tile."""
+    return _SIDE if slots >= _SLOTS_OF_LARGE_GROUPS * groups else _SIDE // 2
 
 
 def grouped_product(x_PD: jax.Array, w_EDF: jax.Array, slots: Slots, *, interpret: bool = False) -> jax.Array:
-    """Multiplies the rows of each group with its matrix; `interpret` emulates the kernels.
+    """Multiplies the rows of each group with its matrix. The results of slots after all groups are zero.
 
     Args:
-        x_PD: rows, bfloat16 or float32. The slots of a group start at a multiple of `SLOTS`, and so does their end.
+        x_PD: rows, sorted by group, without empty slots between groups; bfloat16 or float32.
         w_EDF: matrices in the dtype of the rows.
         slots: groups of the rows.
-        interpret: compute with JAX's interpreter, on any platform.
+        interpret: emulate the kernels, on any platform.
 
     Returns:
         [P, F] in the dtype of the rows. Products of float32 have the precision of `jax_default_matmul_precision`.
     """
-    blocks_E = -(-slots.counts_E // SLOTS)
-    ends_E = jnp.cumsum(blocks_E)
-    starts_E = SLOTS * (ends_E - blocks_E)
-    groups = _Groups(slots.expert_P[::SLOTS], ends_E[-1:], starts_E, slots.counts_E)
-    return _product(interpret, x_PD, w_EDF, _Groups(*(x.astype(jnp.int32) for x in groups)))
+    return _product(interpret, x_PD, w_EDF, _divide(slots.counts_E, x_PD.shape[0]))
+
+
+def _divide(counts_E: jax.Array, slots: int) -> _Groups:
+    """Divides the slots of each group into tiles. The last tile of a group may be partly empty."""
+    rows, experts = tile_slots(slots, counts_E.shape[0]), counts_E.shape[0]
+    ends_E = jnp.cumsum(counts_E)
+    # The slots after all groups are one more group. Every group may add a tile that is partly empty.
+    ends = jnp.append(ends_E, slots)
+    starts = jnp.append(0, ends_E)
+    tiles = -(-(ends - starts) // rows)
+    tile_ends = jnp.cumsum(tiles)
+    index_N = jnp.arange(slots // rows + experts + 1)
+    group_N = jnp.minimum(jnp.searchsorted(tile_ends, index_N, side="right"), experts)
+    start_N = starts[group_N] + rows * (index_N - (tile_ends - tiles)[group_N])
+    groups = (jnp.minimum(group_N, experts - 1), start_N, ends[group_N], group_N < experts, starts[:-1], ends_E)
+    return _Groups(*(x.astype(jnp.int32) for x in groups))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -92,53 +113,55 @@ def _multiply(x: jax.Array, w: jax.Array, groups: _Groups, *, transposed: bool, 
     from jax.experimental import pallas as pl
 
     inner, outer = w.shape[1:][:: -1 if transposed else 1]
-    columns, terms = _tile(outer, _COLUMNS), _tile(inner, _TERM_BYTES // x.dtype.itemsize)
+    rows, columns = tile_slots(x.shape[0], w.shape[0]), _tile(outer, _SIDE)
+    terms = _tile(inner, _TERM_BYTES // x.dtype.itemsize)
 
-    def grouped_product(x_ref: Ref, w_ref: Ref, expert_ref: Ref, used_ref: Ref, y_ref: Ref) -> None:
-        column, block = pl.program_id(0), pl.program_id(1)
-        expert, rows, outside = expert_ref[block], (block * SLOTS, SLOTS, x.shape[0]), (column * columns, columns, outer)
+    def grouped_product(
+        x_ref: Ref, w_ref: Ref, expert_ref: Ref, start_ref: Ref, end_ref: Ref, used_ref: Ref, y_ref: Ref
+    ) -> None:
+        column, tile = pl.program_id(0), pl.program_id(1)
+        group, slots = (expert_ref[tile],), _Span(start_ref[tile], rows, end_ref[tile])
+        outside = _Span(column * columns, columns, outer)
 
         def add(i: jax.Array, y_RC: jax.Array) -> jax.Array:
-            inside = (i * terms, terms, inner)
-            x_RK = _load(x_ref, rows, inside)
-            tile = _load(w_ref, *((outside, inside) if transposed else (inside, outside)), group=(expert,))
-            return y_RC + pl.dot(x_RK, tile, trans_b=transposed)
+            inside = _Span(i * terms, terms, inner)
+            w_tile = _load(w_ref, *((outside, inside) if transposed else (inside, outside)), group=group)
+            return y_RC + pl.dot(_load(x_ref, slots, inside), w_tile, trans_b=transposed)
 
-        # Blocks without slots in use add nothing, and their results are zero.
-        steps = jnp.where(block < used_ref[0], pl.cdiv(inner, terms), 0)
-        y_RC = jax.lax.fori_loop(0, steps, add, jnp.zeros((SLOTS, columns), jnp.float32))
-        _store(y_ref, rows, outside, y_RC)
+        steps = used_ref[tile] * pl.cdiv(inner, terms)
+        y_RC = jax.lax.fori_loop(0, steps, add, jnp.zeros((rows, columns), jnp.float32))
+        _store(y_ref, slots, outside, y_RC)
 
     grid = (pl.cdiv(outer, columns), groups.expert_N.shape[0])
     call = _make_call(grouped_product, PRODUCT_NAME, grid, (x.shape[0], outer), x.dtype, interpret=interpret)
-    return call(x, w, groups.expert_N, groups.used_1)
+    return call(x, w, *groups[:4])
 
 
 def _multiply_transposed_rows(x_PD: jax.Array, y_PF: jax.Array, groups: _Groups, *, interpret: bool) -> jax.Array:
     """Returns the product of the transposed rows of each group with the other rows of the group, [E, D, F]."""
     from jax.experimental import pallas as pl
 
-    slots, dim, width = *x_PD.shape, y_PF.shape[1]
-    rows, columns = _tile(dim, _COLUMNS), _tile(width, _COLUMNS)
+    dim, width = x_PD.shape[1], y_PF.shape[1]
+    rows, columns = _tile(dim, _SIDE), _tile(width, _SIDE)
     terms = _TERM_BYTES // x_PD.dtype.itemsize
 
-    def grouped_gradient(x_ref: Ref, y_ref: Ref, start_ref: Ref, count_ref: Ref, w_ref: Ref) -> None:
+    def grouped_gradient(x_ref: Ref, y_ref: Ref, start_ref: Ref, end_ref: Ref, w_ref: Ref) -> None:
         column, row, expert = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-        start, above, beside = start_ref[expert], (row * rows, rows, dim), (column * columns, columns, width)
+        start, end = start_ref[expert], end_ref[expert]
+        above, beside = _Span(row * rows, rows, dim), _Span(column * columns, columns, width)
 
         def add(i: jax.Array, w_RC: jax.Array) -> jax.Array:
-            # The slots from the last one in use up to the end of its block are empty, and their rows are zero.
-            inside = (start + i * terms, terms, slots)
-            return w_RC + pl.dot(_load(x_ref, inside, above), _load(y_ref, inside, beside), trans_a=True)
+            slots = _Span(start + i * terms, terms, end)
+            return w_RC + pl.dot(_load(x_ref, slots, above), _load(y_ref, slots, beside), trans_a=True)
 
         w_RC = jnp.zeros((rows, columns), jnp.float32)
-        w_RC = jax.lax.fori_loop(0, pl.cdiv(count_ref[expert], terms), add, w_RC)
+        w_RC = jax.lax.fori_loop(0, pl.cdiv(end - start, terms), add, w_RC)
         _store(w_ref, above, beside, w_RC, group=(expert,))
 
-    grid = (pl.cdiv(width, columns), pl.cdiv(dim, rows), groups.start_E.shape[0])
-    shape = (groups.start_E.shape[0], dim, width)
-    call = _make_call(grouped_gradient, GRADIENT_NAME, grid, shape, x_PD.dtype, interpret=interpret)
-    return call(x_PD, y_PF, groups.start_E, groups.count_E)
+    experts = groups.start_E.shape[0]
+    grid = (pl.cdiv(width, columns), pl.cdiv(dim, rows), experts)
+    call = _make_call(grouped_gradient, GRADIENT_NAME, grid, (experts, dim, width), x_PD.dtype, interpret=interpret)
+    return call(x_PD, y_PF, groups.start_E, groups.end_E)
 
 
 def _make_call(
@@ -162,34 +185,46 @@ def _tile(size: int, largest: int) -> int:
     return min(largest, max(_SMALLEST, 1 << (size - 1).bit_length()))
 
 
-_Span = tuple[jax.Array, int, int]
-"""First index, number of indices, and size of the dimension. The indices may reach past its end."""
+class _Span(NamedTuple):
+    """Indices of one dimension of a tile, some of which may be past the last index that belongs to it."""
+
+    start: jax.Array
+    count: int
+    end: int | jax.Array
+
+    @property
+    def inside(self) -> jax.Array | None:
+        """True for indices before the end; None if all are."""
+        if isinstance(self.end, int) and self.end % self.count == 0:
+            return None
+        return self.start + jnp.arange(self.count) < self.end
 
 
-def _mask(*spans: _Span) -> jax.Array | None:
-    """Returns which elements of a tile are within the array, or None if all are."""
-    shape = tuple(count for _, count, _ in spans)
-    masks = [
-        jnp.broadcast_to(jnp.expand_dims(start + jnp.arange(count) < size, 1 - axis), shape)
-        for axis, (start, count, size) in enumerate(spans)
-        if size % count
-    ]
-    return functools.reduce(jnp.logical_and, masks) if masks else None
+def _mask(rows: _Span, columns: _Span) -> jax.Array | None:
+    """Returns which elements of a tile belong to it; None if all do."""
+    shape, mask = (rows.count, columns.count), None
+    if rows.inside is not None:
+        mask = jnp.broadcast_to(rows.inside[:, None], shape)
+    if columns.inside is not None:
+        column_mask = jnp.broadcast_to(columns.inside[None, :], shape)
+        mask = column_mask if mask is None else mask & column_mask
+    return mask
 
 
 def _load(ref: Ref, rows: _Span, columns: _Span, *, group: tuple[jax.Array, ...] = ()) -> jax.Array:
-    """Reads a tile, of the matrix of a group if there is one; elements past the end of the array are zero."""
+    """Reads a tile, of the matrix of a group if there is one; elements that do not belong to it are zero."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    mask, tile = _mask(rows, columns), ref.at[(*group, pl.ds(*rows[:2]), pl.ds(*columns[:2]))]
+    tile = ref.at[(*group, pl.ds(rows.start, rows.count), pl.ds(columns.start, columns.count))]
+    mask = _mask(rows, columns)
     return triton.load(tile, mask=mask, other=None if mask is None else 0)
 
 
 def _store(ref: Ref, rows: _Span, columns: _Span, value: jax.Array, *, group: tuple[jax.Array, ...] = ()) -> None:
-    """Writes a tile in the dtype of the array; elements past its end are left out."""
+    """Writes a tile in the dtype of the array; elements that do not belong to it are left out."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    tile = ref.at[(*group, pl.ds(*rows[:2]), pl.ds(*columns[:2]))]
+    tile = ref.at[(*group, pl.ds(rows.start, rows.count), pl.ds(columns.start, columns.count))]
     triton.store(tile, value.astype(ref.dtype), mask=_mask(rows, columns))
