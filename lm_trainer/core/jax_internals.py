@@ -105,9 +105,13 @@ def remove_kernel_locations(lowered: jax.stages.Lowered, target: str) -> None:
     """
 
     def change(attribute: ir.Attribute) -> ir.Attribute:
+        from jax._src.pallas.triton import lowering
+
         fields = {field.name: field.attr for field in ir.DictAttr(attribute)}
-        kernel = ir.Module.parse(ir.StringAttr(fields["ir"]).value_bytes)
-        text = kernel.operation.get_asm(enable_debug_info=False, print_generic_op_form=True)
+        # The context of the program does not know the operations of kernels.
+        with lowering._new_ir_context():
+            kernel = ir.Module.parse(ir.StringAttr(fields["ir"]).value_bytes)
+            text = kernel.operation.get_asm(enable_debug_info=False, print_generic_op_form=True)
         return ir.DictAttr.get({**fields, "ir": ir.StringAttr.get(text)})
 
     _change_custom_calls(lowered, lambda name: name == target, change)
@@ -120,9 +124,11 @@ def _change_custom_calls(
         if operation.name == "stablehlo.custom_call":
             target = ir.StringAttr(operation.attributes["call_target_name"]).value
             if selected(target):
-                key = next(key for key in ("backend_config", "mhlo.backend_config") if key in operation.attributes)
+                # A configuration that is no string is in the second attribute, and the first one may be empty.
+                attributes, names = operation.attributes, ("backend_config", "mhlo.backend_config")
+                key = next(name for name in names if name in attributes and str(attributes[name]) != '""')
                 with operation.context:
-                    operation.attributes[key] = change(operation.attributes[key])
+                    attributes[key] = change(attributes[key])
         return ir.WalkResult.ADVANCE
 
     module = lowered.compiler_ir("stablehlo")

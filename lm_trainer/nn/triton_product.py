@@ -126,7 +126,7 @@ def _multiply(x: jax.Array, w: jax.Array, groups: _Groups, *, transposed: bool, 
         def add(i: jax.Array, y_RC: jax.Array) -> jax.Array:
             inside = _Span(i * terms, terms, inner)
             w_tile = _load(w_ref, *((outside, inside) if transposed else (inside, outside)), group=group)
-            return y_RC + pl.dot(_load(x_ref, slots, inside), w_tile, trans_b=transposed)
+            return y_RC + _dot(_load(x_ref, slots, inside), w_tile, sums=(1, 1 if transposed else 0))
 
         steps = used_ref[tile] * pl.cdiv(inner, terms)
         y_RC = jax.lax.fori_loop(0, steps, add, jnp.zeros((rows, columns), jnp.float32))
@@ -152,7 +152,7 @@ def _multiply_transposed_rows(x_PD: jax.Array, y_PF: jax.Array, groups: _Groups,
 
         def add(i: jax.Array, w_RC: jax.Array) -> jax.Array:
             slots = _Span(start + i * terms, terms, end)
-            return w_RC + pl.dot(_load(x_ref, slots, above), _load(y_ref, slots, beside), trans_a=True)
+            return w_RC + _dot(_load(x_ref, slots, above), _load(y_ref, slots, beside), sums=(0, 0))
 
         w_RC = jnp.zeros((rows, columns), jnp.float32)
         w_RC = jax.lax.fori_loop(0, pl.cdiv(end - start, terms), add, w_RC)
@@ -178,6 +178,12 @@ def _make_call(
         compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=_BUFFERS),
         interpret=interpret,
     )
+
+
+def _dot(x: jax.Array, y: jax.Array, *, sums: tuple[int, int]) -> jax.Array:
+    """Multiplies two tiles, and adds over the dimensions `sums` of each."""
+    numbers = ((sums[:1], sums[1:]), ((), ()))
+    return jax.lax.dot_general(x, y, numbers, preferred_element_type=jnp.float32)
 
 
 def _tile(size: int, largest: int) -> int:
