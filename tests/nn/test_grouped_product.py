@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -101,17 +102,21 @@ def test_values_of_other_groups_do_not_enter_a_sum() -> None:
 
 
 @pytest.fixture
-def lowered_for_gpus() -> jax.stages.Lowered:
+def lowered_for_gpus() -> Iterator[jax.stages.Lowered]:
     """Loss and gradient by the kernel for GPUs, before a compiler for GPUs sees them."""
     if jax.__version_info__ >= (0, 11):
         pytest.skip("JAX lowers this kernel only on a machine with a GPU")
+    # As outside of tests.
+    limit = jax.config.values["jax_traceback_in_locations_limit"]
+    jax.config.update("jax_traceback_in_locations_limit", 10)
     slots = jax.tree.map(jnp.asarray, assign_slots(ROUTES["unequal"].reshape(-1), E))
 
     def total(x_PD: jax.Array, w_EDF: jax.Array) -> jax.Array:
         return jnp.sum(KERNELS["gpu"].product(x_PD, w_EDF, slots))
 
     arguments = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((M * K, D), (E, D, F)))
-    return jax.jit(jax.grad(total, argnums=(0, 1))).trace(*arguments).lower(lowering_platforms=("cuda",))
+    yield jax.jit(jax.grad(total, argnums=(0, 1))).trace(*arguments).lower(lowering_platforms=("cuda",))
+    jax.config.update("jax_traceback_in_locations_limit", limit)
 
 
 def test_kernels_for_gpus_have_no_atomics_and_no_paths(lowered_for_gpus: jax.stages.Lowered) -> None:

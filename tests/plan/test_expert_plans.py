@@ -77,9 +77,9 @@ def test_temporary_memory_of_each_kind_of_layer() -> None:
 
 
 def seconds_of_step(kind: str, kernel: str) -> float:
-    sizes = {"seq_len": 32, "hidden_dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+    sizes = {"seq_len": 512, "hidden_dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
     experts = {"intermediate_dim": 32, "n_routed_experts": 16, "num_experts_per_tok": 2, "expert_kernel": kernel}
-    trainer = {"train_batch_size": 2, "num_train_steps": 10, "mp": "p=f32,c=float16"}
+    trainer = {"train_batch_size": 8, "num_train_steps": 10, "mp": "p=f32,c=float16"}
     config = config_of({"model": {"type": "olmoe", **sizes, **experts}, "trainer": trainer})
     time = plan_run(config, DeviceGroup(1, kind), jax.devices()[:1], Assumptions(vocab_size=64)).time
     assert time is not None
@@ -89,12 +89,8 @@ def seconds_of_step(kind: str, kernel: str) -> float:
 @pytest.mark.slow
 def test_gpus_older_than_ampere_compute_every_expert() -> None:
     volta, hopper = "Tesla V100-SXM2-32GB", "NVIDIA H100 80GB HBM3"
-    seconds = {
-        (kind, kernel): seconds_of_step(kind, kernel)
-        for kind, kernel in ((volta, "auto"), (volta, "dense"), (hopper, "auto"), (hopper, "dense"), (hopper, "grouped"))
-    }
-    assert seconds[volta, "auto"] == seconds[volta, "dense"]
-    assert seconds[hopper, "auto"] == seconds[hopper, "grouped"] < seconds[hopper, "dense"]
+    assert seconds_of_step(volta, "auto") == seconds_of_step(volta, "dense")
+    assert seconds_of_step(hopper, "auto") < 0.9 * seconds_of_step(hopper, "dense")
     with pytest.raises(UserError, match="grouped has no kernel for a Tesla V100-SXM2-32GB"):
         seconds_of_step(volta, "grouped")
 
