@@ -87,8 +87,11 @@ def measure(case: Case, kernel: ExpertKernel) -> list[str]:
     """Compiles a case, and returns the figures of a row."""
     device, dtype = target_devices(parse_devices(f"1x{case.gpu}"))[0], jnp.dtype(case.dtype)
     spec = MoeSpec(case.width, case.experts, case.chosen, kernel=kernel)
-    init = Initializer(nnx.Rngs(0), std=0.02, residual_std=0.02)
-    graph, params = nnx.split(nnx.eval_shape(lambda: Moe(spec, case.dim, init=init)), nnx.Param)
+
+    def build() -> Moe:
+        return Moe(spec, case.dim, init=Initializer(nnx.Rngs(0), std=0.02, residual_std=0.02))
+
+    graph, params = nnx.split(nnx.eval_shape(build), nnx.Param)
 
     def loss(params: nnx.State, x_BSD: jax.Array) -> jax.Array:
         y_BSD, _ = nnx.merge(graph, params)(x_BSD, jnp.ones(x_BSD.shape[:2], bool))

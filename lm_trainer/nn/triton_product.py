@@ -165,7 +165,13 @@ def _multiply_transposed_rows(x_PD: jax.Array, y_PF: jax.Array, groups: _Groups,
 
 
 def _make_call(
-    kernel: Callable[..., None], name: str, grid: tuple[int, ...], shape: tuple[int, ...], dtype: Any, *, interpret: bool
+    kernel: Callable[..., None],
+    name: str,
+    grid: tuple[int, ...],
+    shape: tuple[int, ...],
+    dtype: Any,
+    *,
+    interpret: bool,
 ) -> Callable[..., jax.Array]:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton

@@ -11,7 +11,9 @@ SLOTS, DIM, WIDTH, EXPERTS = 4096, 64, 96, 8
 
 
 def program(name: str, result: str, left: str, right: str) -> str:
-    call = f'custom-call(%x, %w), custom_call_target="{TRITON}", backend_config={{ir = "(\\22name = {{", name = "{name}"}}'
+    call = (
+        f'custom-call(%x, %w), custom_call_target="{TRITON}", backend_config={{ir = "(\\22name = {{", name = "{name}"}}'
+    )
     return "\n".join(
         (
             "HloModule m",
