@@ -2,7 +2,8 @@
 
     python -m benchmarks.compiled_experts --out benchmarks/results/compiled/experts.md
 
-Needs JAX's CUDA plug-in, but no GPU, and JAX before 0.11, which needs no GPU for the grouped kernel. Takes some minutes.
+Needs JAX's CUDA plug-in, but no GPU, and JAX 0.10: later versions make the kernel only on a machine with a GPU. Takes
+some minutes.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ def main() -> None:
         f"jax-cuda12-plugin {version('jax-cuda12-plugin')}, jax {jax.__version__}; regenerate: "
         "`python -m benchmarks.compiled_experts --out FILE`.",
         "",
-        "Loss and gradient of one layer on one device, compiled without the GPU and not run. Useful are the products of",
-        "tokens with the experts that they chose; the router is included in the FLOPs. Of a grouped kernel, the last tile",
-        "of each expert counts as half empty. An array counts once for each kernel that reads or writes it.",
+        "Loss and gradient of one layer on one device, compiled without the GPU and not run. Useful are the products",
+        "of tokens with the experts that they chose; the router is included in the FLOPs. Of a grouped kernel, the",
+        "last tile of each expert counts as half empty. An array counts once for each kernel that reads or writes it.",
         "",
         markdown_table(columns, rows),
         "",

@@ -111,7 +111,7 @@ def remove_kernel_locations(lowered: jax.stages.Lowered, target: str) -> None:
         # The context of the program does not know the operations of kernels.
         with lowering._new_ir_context():
             kernel = ir.Module.parse(ir.StringAttr(fields["ir"]).value_bytes)
-            text = kernel.operation.get_asm(enable_debug_info=False, print_generic_op_form=True)
+            text = str(kernel.operation.get_asm(enable_debug_info=False, print_generic_op_form=True))
         return ir.DictAttr.get({**fields, "ir": ir.StringAttr.get(text)})
 
     _change_custom_calls(lowered, lambda name: name == target, change)

@@ -116,9 +116,8 @@ def _multiply(x: jax.Array, w: jax.Array, groups: _Groups, *, transposed: bool, 
     rows, columns = tile_slots(x.shape[0], w.shape[0]), _tile(outer, _SIDE)
     terms = _tile(inner, _TERM_BYTES // x.dtype.itemsize)
 
-    def grouped_product(
-        x_ref: Ref, w_ref: Ref, expert_ref: Ref, start_ref: Ref, end_ref: Ref, used_ref: Ref, y_ref: Ref
-    ) -> None:
+    def grouped_product(x_ref: Ref, w_ref: Ref, *refs: Ref) -> None:
+        expert_ref, start_ref, end_ref, used_ref, y_ref = refs
         column, tile = pl.program_id(0), pl.program_id(1)
         group, slots = (expert_ref[tile],), _Span(start_ref[tile], rows, end_ref[tile])
         outside = _Span(column * columns, columns, outer)
@@ -133,7 +132,8 @@ def _multiply(x: jax.Array, w: jax.Array, groups: _Groups, *, transposed: bool, 
         _store(y_ref, slots, outside, y_RC)
 
     grid = (pl.cdiv(outer, columns), groups.expert_N.shape[0])
-    call = _make_call(grouped_product, PRODUCT_NAME, grid, (x.shape[0], outer), x.dtype, interpret=interpret)
+    result = jax.ShapeDtypeStruct((x.shape[0], outer), x.dtype)
+    call = _make_call(grouped_product, PRODUCT_NAME, grid, result, interpret=interpret)
     return call(x, w, *groups[:4])
 
 
@@ -160,7 +160,8 @@ def _multiply_transposed_rows(x_PD: jax.Array, y_PF: jax.Array, groups: _Groups,
 
     experts = groups.start_E.shape[0]
     grid = (pl.cdiv(width, columns), pl.cdiv(dim, rows), experts)
-    call = _make_call(grouped_gradient, GRADIENT_NAME, grid, (experts, dim, width), x_PD.dtype, interpret=interpret)
+    result = jax.ShapeDtypeStruct((experts, dim, width), x_PD.dtype)
+    call = _make_call(grouped_gradient, GRADIENT_NAME, grid, result, interpret=interpret)
     return call(x_PD, y_PF, groups.start_E, groups.end_E)
 
 
@@ -168,8 +169,7 @@ def _make_call(
     kernel: Callable[..., None],
     name: str,
     grid: tuple[int, ...],
-    shape: tuple[int, ...],
-    dtype: Any,
+    result: jax.ShapeDtypeStruct,
     *,
     interpret: bool,
 ) -> Callable[..., jax.Array]:
@@ -178,7 +178,7 @@ def _make_call(
 
     return pl.pallas_call(
         kernel,
-        jax.ShapeDtypeStruct(shape, dtype),
+        result,
         grid=grid,
         name=name,
         compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=_BUFFERS),

@@ -41,8 +41,8 @@ def explain_refusals(kind: str) -> Iterator[None]:
         if "No supported GPU devices" not in str(error):
             raise
         raise UserError(
-            f"JAX {jax.__version__} compiles the experts' kernel only on a machine with a GPU: leave --compile out, write "
-            "model.expert_kernel=dense, or use JAX 0.10"
+            f"JAX {jax.__version__} compiles the experts' kernel only on a machine with a GPU: leave --compile out, "
+            "write model.expert_kernel=dense, or use JAX 0.10"
         ) from error
     finally:
         jax.config.update("jax_dump_ir_to", previous_dump_directory)
