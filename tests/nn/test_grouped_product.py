@@ -90,14 +90,17 @@ def test_tiles_of_the_gpu_kernel_reach_past_the_ends_of_matrices(name: str) -> N
 
 
 def test_values_of_other_groups_do_not_enter_a_sum() -> None:
-    slots = assign_slots(jnp.repeat(jnp.arange(2), 40), 2)
-    x_PD = jnp.where(jnp.arange(80)[:, None] < 40, jnp.ones((80, 16)), jnp.inf)
+    # The third group is on another device.
+    slots = assign_slots(jnp.repeat(jnp.arange(3), 40), 2)
+    x_PD = jnp.where(jnp.arange(120)[:, None] < 40, jnp.ones((120, 16)), jnp.inf)
 
-    def total(w: jax.Array) -> jax.Array:
-        return jnp.sum(INTERPRETED_GPU.product(x_PD, w, slots)[:40])
+    def total(w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y_PF = INTERPRETED_GPU.product(x_PD, w, slots)
+        return jnp.sum(y_PF[:40]), y_PF
 
-    value, gradient = jax.value_and_grad(total)(jnp.ones((2, 16, 16)))
+    (value, y_PF), gradient = jax.value_and_grad(total, has_aux=True)(jnp.ones((2, 16, 16)))
     assert value == 40 * 16 * 16
+    np.testing.assert_array_equal(y_PF[80:], 0)
     np.testing.assert_array_equal(gradient[0], 40)
 
 
