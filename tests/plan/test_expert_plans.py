@@ -90,7 +90,7 @@ def seconds_of_step(kind: str, kernel: str) -> float:
 def test_gpus_older_than_ampere_compute_every_expert() -> None:
     volta, hopper = "Tesla V100-SXM2-32GB", "NVIDIA H100 80GB HBM3"
     assert seconds_of_step(volta, "auto") == seconds_of_step(volta, "dense")
-    assert seconds_of_step(hopper, "auto") < 0.9 * seconds_of_step(hopper, "dense")
+    assert seconds_of_step(hopper, "auto") < seconds_of_step(hopper, "dense")
     with pytest.raises(UserError, match="grouped has no kernel for a Tesla V100-SXM2-32GB"):
         seconds_of_step(volta, "grouped")
 
