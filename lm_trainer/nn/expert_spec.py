@@ -80,7 +80,7 @@ devices, otherwise `dense`."""
 
 
 GROUPED_PLATFORMS = ("cpu", "gpu", "tpu")
-"""Platforms with a kernel for grouped products; GPUs are those of NVIDIA since Ampere."""
+"""Platforms with a kernel for grouped products. On GPUs it needs NVIDIA Ampere or later."""
 
 
 @dataclass(frozen=True)
