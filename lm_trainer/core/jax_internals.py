@@ -86,15 +86,49 @@ def configure_custom_calls(
         configure: changes the configuration of a call, a JSON object.
     """
 
+    def change(attribute: ir.Attribute) -> ir.Attribute:
+        config = json.loads(ir.StringAttr(attribute).value)
+        configure(config)
+        return ir.StringAttr.get(json.dumps(config))
+
+    _change_custom_calls(lowered, selected, change)
+
+
+def remove_kernel_locations(lowered: jax.stages.Lowered, target: str) -> None:
+    """Removes the names of source files, and the lines, from the Triton kernels in a program that is not compiled yet.
+
+    They would make the program's hash depend on the directory of this package.
+
+    Args:
+        lowered: the program, which is changed in place.
+        target: target of the custom calls that contain kernels.
+    """
+
+    def change(attribute: ir.Attribute) -> ir.Attribute:
+        from jax._src.pallas.triton import lowering
+
+        fields = {field.name: field.attr for field in ir.DictAttr(attribute)}
+        # The context of the program does not know the operations of kernels.
+        with lowering._new_ir_context():
+            kernel = ir.Module.parse(ir.StringAttr(fields["ir"]).value_bytes)
+            text = str(kernel.operation.get_asm(enable_debug_info=False, print_generic_op_form=True))
+        return ir.DictAttr.get({**fields, "ir": ir.StringAttr.get(text)})
+
+    _change_custom_calls(lowered, lambda name: name == target, change)
+
+
+def _change_custom_calls(
+    lowered: jax.stages.Lowered, selected: Callable[[str], bool], change: Callable[[ir.Attribute], ir.Attribute]
+) -> None:
     def visit(operation: ir.Operation) -> ir.WalkResult:
         if operation.name == "stablehlo.custom_call":
             target = ir.StringAttr(operation.attributes["call_target_name"]).value
             if selected(target):
-                key = next(key for key in ("backend_config", "mhlo.backend_config") if key in operation.attributes)
-                config = json.loads(ir.StringAttr(operation.attributes[key]).value)
-                configure(config)
+                # A configuration that is no string is in the second attribute, and the first one may be empty.
+                attributes, names = operation.attributes, ("backend_config", "mhlo.backend_config")
+                key = next(name for name in names if name in attributes and str(attributes[name]) != '""')
                 with operation.context:
-                    operation.attributes[key] = ir.StringAttr.get(json.dumps(config))
+                    attributes[key] = change(attributes[key])
         return ir.WalkResult.ADVANCE
 
     module = lowered.compiler_ir("stablehlo")

@@ -37,9 +37,9 @@ class ExpertsConfig(RotaryConfig):
     rzl_coef: float = Field(default=0.001, ge=0)
     """Weight of the z-loss, which penalises large router logits; 0: no such loss. It affects only the gradient."""
     expert_kernel: Literal["auto", "dense", "grouped"] | None = None
-    """Computation of the experts. `grouped`: only the experts that a token chose, by grouped products (CPUs and TPUs);
-    `dense`: every expert for every token; `auto`: grouped where there is a kernel, otherwise dense. Unset: dense, and
-    on TPUs XLA's grouped product, as in earlier versions."""
+    """Computation of the experts. `grouped`: only the experts that a token chose, by grouped products (CPUs, TPUs, and
+    GPUs of NVIDIA since Ampere); `dense`: every expert for every token; `auto`: grouped where there is a kernel,
+    otherwise dense. Unset: dense, and on TPUs XLA's grouped product, as in earlier versions."""
 
     @model_validator(mode="after")
     def _check_enough_experts(self) -> "ExpertsConfig":
@@ -86,8 +86,9 @@ class GroupedExpertsConfig(ExpertsConfig):
     """Weight of the experts' load-balancing loss; 0: no such loss. It affects only the gradient, and is not part of the
     reported loss."""
     expert_kernel: Literal["auto", "dense", "grouped"] = "auto"
-    """Computation of the experts. `grouped`: only the experts that a token chose, by grouped products (CPUs and TPUs);
-    `dense`: every expert for every token; `auto`: grouped where there is a kernel, otherwise dense."""
+    """Computation of the experts. `grouped`: only the experts that a token chose, by grouped products (CPUs, TPUs, and
+    GPUs of NVIDIA since Ampere); `dense`: every expert for every token; `auto`: grouped where there is a kernel,
+    otherwise dense."""
 
 
 def check_expert_groups(config: ExpertsConfig, n_group: int, topk_group: int) -> None:

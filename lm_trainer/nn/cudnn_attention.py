@@ -5,8 +5,6 @@ Shape letters: B rows, S queries, T keys, N heads, H head size.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -18,11 +16,10 @@ from lm_trainer.nn.attention_kernel import (
     AttentionMetadata,
     first_reason,
 )
+from lm_trainer.nn.gpu_generation import gpu_capability, local_gpu, local_gpu_obstacle
 from lm_trainer.nn.spec import AttentionSpec
 
 _PLATFORMS = ("gpu", "cuda")
-_MIN_CAPABILITY = (8, 0)
-"""Compute capability of Ampere, the first GPU generation with these kernels."""
 _BLACKWELL = (10, 0)
 _REPEATS_ON_BLACKWELL = 91801
 """First version of cuDNN, 9.18.1, whose backward pass can sum in a fixed order on Blackwell GPUs
@@ -56,14 +53,10 @@ def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str 
 
 def device_unsupported_reason() -> str | None:
     """Returns the reason why this process's GPU has no cuDNN kernel; None if it may have one or there is no GPU."""
-    gpu: Any = next((device for device in jax.local_devices() if device.platform == "gpu"), None)
-    if gpu is None:
-        return None
-    if "cuda" not in gpu.client.platform_version:
-        return f"{gpu.device_kind} is no GPU of NVIDIA"
-    capability, version = tuple(map(int, gpu.compute_capability.split("."))), cudnn_version()
-    if capability < _MIN_CAPABILITY:
-        return f"{gpu.device_kind} is of compute capability {gpu.compute_capability}, and it needs 8.0 (Ampere) or more"
+    gpu, obstacle = local_gpu(), local_gpu_obstacle()
+    if gpu is None or obstacle is not None:
+        return obstacle
+    capability, version = gpu_capability(gpu), cudnn_version()
     if capability >= _BLACKWELL and version is not None and version < _REPEATS_ON_BLACKWELL:
         text = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
         return f"cuDNN {text} has no backward pass for {gpu.device_kind} that repeats its bits, as 9.18.1 has"

@@ -76,11 +76,11 @@ class ClampedGluSpec:
 ExpertKernel = Literal["auto", "dense", "grouped", "ragged_dot"]
 """Computation of the experts. `dense`: every expert for every token; `grouped`: only the selected experts, with a
 kernel for grouped products; `ragged_dot`: the same with XLA's product; `auto`: `grouped` if there is a kernel for the
-platform, otherwise `dense`."""
+devices, otherwise `dense`."""
 
 
-GROUPED_PLATFORMS = ("cpu", "tpu")
-"""Platforms with a kernel for grouped products."""
+GROUPED_PLATFORMS = ("cpu", "gpu", "tpu")
+"""Platforms with a kernel for grouped products. On GPUs it needs NVIDIA Ampere or later."""
 
 
 @dataclass(frozen=True)

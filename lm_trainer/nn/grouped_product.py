@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from lm_trainer.nn.expert_slots import Slots
+from lm_trainer.nn.gpu_generation import local_gpu_obstacle
+from lm_trainer.nn.triton_product import grouped_product
 
 _CPU_ROWS = 32
 """Slots of a block on CPUs. Smaller blocks read the matrices more often; larger blocks have more empty slots."""
@@ -37,6 +39,8 @@ class GroupedKernel:
     """The slots of each group must start at a multiple of this number."""
     multiple: int = 1
     """The number of slots must be a multiple of this number."""
+    find_obstacle: Callable[[], str | None] = lambda: None
+    """Returns the reason why the devices of this process cannot run the kernel; None if they can."""
 
 
 class _Blocks(NamedTuple):
@@ -105,9 +109,13 @@ def megablox_product(x_PD: jax.Array, w_EDF: jax.Array, slots: Slots, *, interpr
 
 KERNELS = {
     "cpu": GroupedKernel(_product_in_blocks, align=_CPU_ROWS, multiple=_CPU_ROWS),
+    "gpu": GroupedKernel(grouped_product, find_obstacle=local_gpu_obstacle),
     "tpu": GroupedKernel(megablox_product, multiple=_TPU_TILES[0]),
 }
 """The kernel of each platform that has one."""
+
+INTERPRETED_GPU = GroupedKernel(functools.partial(grouped_product, interpret=True))
+"""The kernel for GPUs, emulated."""
 
 INTERPRETED_TPU = GroupedKernel(functools.partial(megablox_product, interpret=True), multiple=_TPU_TILES[0])
 """The kernel for TPUs, emulated."""

@@ -273,6 +273,11 @@ def _log_dense_experts(platform: str) -> None:
     )
 
 
+@functools.cache
+def _log_lack_of_groups(reason: str) -> None:
+    logger.info("every expert is computed for every token: the kernel of the chosen experts %s", reason)
+
+
 def _choose_kernel(spec: MoeSpec) -> Literal["dense", "ragged_dot"] | GroupedKernel:
     """Returns the kernel for the target platform, and for the derivatives that the caller computes.
 
@@ -285,15 +290,19 @@ def _choose_kernel(spec: MoeSpec) -> Literal["dense", "ragged_dot"] | GroupedKer
         _log_dense_experts(platform)
     if kernel != "grouped":
         return kernel
+    grouped = KERNELS.get(platform)
+    obstacle = None if grouped is None else grouped.find_obstacle()
     reason = first_reason(
         [
-            (platform not in KERNELS, f"has no kernel for a {platform}"),
+            (grouped is None, f"has no kernel for a {platform}"),
+            (obstacle is not None, f"has no kernel for this device: {obstacle}"),
             (is_differentiating_twice(), "has no second derivative, which optimizer.type: sophia-h needs"),
         ]
     )
-    if reason is None:
-        return KERNELS[platform]
+    if grouped is not None and reason is None:
+        return grouped
     if spec.kernel == "auto":
+        _log_lack_of_groups(str(reason))
         return "dense"
     raise UserError(f"model.expert_kernel: grouped {reason}; write dense, or auto to let it be chosen")
 

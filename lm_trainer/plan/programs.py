@@ -11,11 +11,13 @@ from typing import Any
 from lm_trainer.profile.attention_kernels import count_products
 from lm_trainer.profile.collectives import list_transfers, sum_bytes_sent
 from lm_trainer.profile.devices import Bandwidths
+from lm_trainer.profile.expert_kernels import TRITON
 from lm_trainer.profile.hlo import parse_program
 from lm_trainer.profile.network import Network
 from lm_trainer.profile.roofline import BLOCK_SCALED_PRODUCT, Operation, list_operations
 
-_KERNEL = re.compile(rf'custom_call_target="(tpu_custom_call|__cudnn\$fmha\w*|{re.escape(BLOCK_SCALED_PRODUCT)})"')
+_OTHERS = "|".join(map(re.escape, (BLOCK_SCALED_PRODUCT, TRITON)))
+_KERNEL = re.compile(rf'custom_call_target="(tpu_custom_call|__cudnn\$fmha\w*|{_OTHERS})"')
 
 _LAYER = re.compile(r"layer (\d+)")
 

@@ -21,7 +21,7 @@ def explain_refusals(kind: str) -> Iterator[None]:
         kind: kind of the target device.
 
     Raises:
-        UserError: if the compiler rejects a program.
+        UserError: if the compiler rejects a program, or JAX cannot make it without the device.
     """
     directory, previous_dump_directory = Path(tempfile.mkdtemp(prefix="lmt-plan-")), jax.config.values["jax_dump_ir_to"]
     # JAX writes each program to this directory before compiling it, so the file exists even if the compiler aborts.
@@ -36,6 +36,13 @@ def explain_refusals(kind: str) -> Iterator[None]:
         location = f"; the program is in {programs[-1]}" if programs else ""
         raise UserError(
             f"the compiler for {kind} refuses a program: {_extract_reason(str(error))}{location}"
+        ) from error
+    except RuntimeError as error:
+        if "No supported GPU devices" not in str(error):
+            raise
+        raise UserError(
+            f"JAX {jax.__version__} compiles the experts' kernel only on a machine with a GPU: leave --compile out, "
+            "write model.expert_kernel=dense, or use JAX 0.10"
         ) from error
     finally:
         jax.config.update("jax_dump_ir_to", previous_dump_directory)

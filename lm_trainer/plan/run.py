@@ -25,7 +25,7 @@ from lm_trainer.plan.layout_work import PlannedModel, count_device_params, descr
 from lm_trainer.plan.memory import Correction, MemoryPlan, StepMemory
 from lm_trainer.plan.programs import CompiledStep, ProgramWork, TargetFigures, step_time
 from lm_trainer.plan.refusal import explain_refusals
-from lm_trainer.profile.devices import device_bandwidths, device_platform
+from lm_trainer.profile.devices import device_bandwidths, device_platform, is_older_than_ampere
 from lm_trainer.profile.flops import flops_per_token, parameter_count, ring_score_fraction
 from lm_trainer.profile.network import Network
 from lm_trainer.run.build.model import teacher_flops
@@ -157,6 +157,7 @@ def plan_run(
     vocab_override = assumptions.vocab_size
     vocab_size, assumed = find_vocabulary(config) if vocab_override is None else Vocabulary(vocab_override)
     platform = device_platform(group.kind)
+    config = _resolve_expert_kernel(config, group.kind)
     backend, planned_config = attention_backend(config, vocab_size, platform), config
     if not own_compiler:
         config = _adapt_to_local_compiler(config, vocab_size, platform, backend)
@@ -238,6 +239,24 @@ def _compile_step(memory: StepMemory, work: RunWork, group: DeviceGroup, devices
     if peak is None or bandwidths is None:
         return CompiledStep(programs, None)
     return CompiledStep(programs, step_time(programs, work.flops_per_step / group.count, peak.flops, bandwidths))
+
+
+def _resolve_expert_kernel(config: RunConfig, kind: str) -> RunConfig:
+    """Returns the configuration with the kernel of experts that a run chooses on devices without grouped products.
+
+    Raises:
+        UserError: if the configuration asks for grouped products there.
+    """
+    model = config.model
+    if not is_older_than_ampere(kind) or "expert_kernel" not in type(model).model_fields:
+        return config
+    kernel = model.model_dump(include={"expert_kernel"})["expert_kernel"]
+    if kernel == "grouped":
+        raise UserError(
+            f"model.expert_kernel: grouped has no kernel for a {kind}, which is older than Ampere; write dense or auto"
+        )
+    changes = {"expert_kernel": "dense"} if kernel == "auto" else {}
+    return config.model_copy(update={"model": model.model_copy(update=changes)})
 
 
 def _adapt_to_local_compiler(config: RunConfig, vocab_size: int, platform: str, backend: str) -> RunConfig:

@@ -158,3 +158,8 @@ def device_bandwidths(kind: str) -> Bandwidths | None:
 def device_platform(kind: str) -> str:
     """Returns `cpu`, `gpu` or `tpu`: the value of `jax.default_backend` on a machine with such a device."""
     return "cpu" if kind == "cpu" else "tpu" if kind.startswith("TPU") else "gpu"
+
+
+def is_older_than_ampere(kind: str) -> bool:
+    """Returns true for datacenter GPUs before the generation Ampere, the first one without Tesla in its names."""
+    return kind.startswith("Tesla ")

@@ -1,9 +1,37 @@
-"""Work of the kernels that compute the experts of a layer, beyond the products that a token needs."""
+"""Work of the kernels that compute the experts of a layer."""
 
 from __future__ import annotations
 
+import math
+import re
+
 from lm_trainer.nn.expert_spec import MoeSpec
 from lm_trainer.nn.spec import DecoderSpec, MlpSpec
+from lm_trainer.nn.triton_product import GRADIENT_NAME, PRODUCT_NAME, tile_slots
+from lm_trainer.profile.hlo import Computation, Instruction, array_dimensions
+
+TRITON = "__gpu$xla.gpu.triton"
+"""Target of the custom calls of Pallas kernels for GPUs in compiled programs."""
+_NAME = re.compile(rf'"{re.escape(TRITON)}".* name = "({PRODUCT_NAME}|{GRADIENT_NAME})"')
+
+
+def grouped_kernel_flops(op: Instruction, computation: Computation) -> float:
+    """Returns the FLOPs of a grouped product in a compiled program for GPUs; 0 for any other instruction.
+
+    The last tile of each expert is half empty in the mean over all numbers of tokens. If devices share the experts, the
+    rows of all of them are counted, although each device computes only its part.
+    """
+    match = _NAME.search(op.attributes)
+    if match is None:
+        return 0.0
+    result, rows, second = (
+        array_dimensions(shape) for shape in (op.shape, *(computation[name].shape for name in op.operands[:2]))
+    )
+    if match[1] == GRADIENT_NAME:
+        # Tiles of the gradient are small in the direction of the slots.
+        return 2.0 * rows[0] * math.prod(result[1:])
+    computed = rows[0] + second[0] * tile_slots(rows[0], second[0]) / 2
+    return 2.0 * computed * rows[1] * result[1]
 
 
 def unneeded_expert_flops(spec: DecoderSpec, platform: str) -> int:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lm_trainer.profile.expert_kernels import grouped_kernel_flops
 from lm_trainer.profile.hlo import (
     ARRAY,
     Computation,
@@ -134,6 +135,8 @@ def _operation_flops(op: Instruction, computation: Computation) -> float:
     if op.operands and op.operands[0] in computation:
         if f'"{BLOCK_SCALED_PRODUCT}"' in op.attributes:
             return 2.0 * math.prod(array_dimensions(op.shape)) * array_dimensions(computation[op.operands[0]].shape)[-1]
+        if flops := grouped_kernel_flops(op, computation):
+            return flops
         if op.opcode == "convolution":
             return _convolution_flops(op, *(array_dimensions(computation[name].shape) for name in op.operands[:2]))
         # The spelling of the attribute depends on the version of XLA.

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 from jax._src import cache_key
 
@@ -29,7 +30,7 @@ class KeptExecutable:
 
     text: str
     memory: dict[str, int]
-    costs: dict[str, float]
+    costs: dict[str, float] | None
     parameter_shardings: Sequence[Any] | None
     output_shardings: Sequence[Any] | None
     output_memory_kinds: Sequence[Sequence[str]]
@@ -41,7 +42,7 @@ class KeptExecutable:
         return cls(
             "\n\n".join(module.to_string() for module in executable.hlo_modules()),
             {name: getattr(memory, name) for part in _MEMORY if hasattr(memory, name := f"{part}_size_in_bytes")},
-            executable.cost_analysis(),
+            _count_costs(executable),
             executable.get_parameter_shardings(),
             executable.get_output_shardings(),
             executable.get_output_memory_kinds(),
@@ -53,7 +54,7 @@ class KeptExecutable:
     def get_compiled_memory_stats(self) -> SimpleNamespace:
         return SimpleNamespace(**self.memory)
 
-    def cost_analysis(self) -> dict[str, float]:
+    def cost_analysis(self) -> dict[str, float] | None:
         return self.costs
 
     def get_parameter_shardings(self) -> Sequence[Any] | None:
@@ -64,6 +65,16 @@ class KeptExecutable:
 
     def get_output_memory_kinds(self) -> Sequence[Sequence[str]]:
         return self.output_memory_kinds
+
+
+def _count_costs(executable: Any) -> dict[str, float] | None:
+    """Returns the compiler's count of costs; None if it has none, as for GPUs."""
+    try:
+        return executable.cost_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        if "UNIMPLEMENTED" not in str(error):
+            raise
+        return None
 
 
 def keep_described(compile_program: Compile, directory: Path) -> Compile:

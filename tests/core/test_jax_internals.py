@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import io
@@ -45,6 +46,8 @@ def test_the_private_parts_of_jax_have_the_shape_that_is_relied_on() -> None:
         assert hasattr(instance, name), UNKNOWN + f"unpicklers have no {name}"
     assert instance.devices_by_id == {device.id: device}, UNKNOWN + "devices are not looked up by id"
     assert callable(device.client.deserialize_executable), UNKNOWN + "deserialize_executable"
+    kernels = importlib.import_module("jax._src.pallas.triton.lowering")
+    assert parameters(kernels._new_ir_context) == [], UNKNOWN + "the context of kernels for GPUs"
     arguments = ["self", "executable", "const_args", "args_info", "out_tree", "no_kwargs"]
     assert parameters(jax.stages.Compiled.__init__)[:6] == arguments, UNKNOWN + "jax.stages.Compiled"
 

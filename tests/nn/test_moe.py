@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,9 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lm_trainer.core.errors import UserError
 from lm_trainer.nn.expert_spec import ClampedGluSpec, ExpertKernel, MoeSpec, RouterSpec
+from lm_trainer.nn.grouped_product import KERNELS
 from lm_trainer.nn.moe import Moe
 from lm_trainer.parallel.mesh import BATCH_AXES, MeshShape, build_mesh
 from lm_trainer.parallel.target_platform import compiling_for
@@ -118,6 +123,32 @@ def test_only_tpus_multiply_in_groups_by_themselves(platform):
     # As XLA for a CPU counts both.
     assert operations("dense") < operations("ragged_dot")
     assert operations(None) == operations("ragged_dot" if platform == "tpu" else "dense")
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "reason"),
+    [
+        ("PJRT C API\ncuda 12090", "8.0", None),
+        ("PJRT C API\ncuda 12090", "7.5", "Some GPU is of compute capability 7.5, and it needs 8.0 (Ampere) or more"),
+        ("PJRT C API\nrocm 60300", "gfx90a", "Some GPU is no GPU of NVIDIA"),
+    ],
+)
+def test_gpus_without_the_kernel_compute_every_expert(monkeypatch, version, capability, reason):
+    gpu = mock.Mock(platform="gpu", device_kind="Some GPU", compute_capability=capability)
+    gpu.client.platform_version = version
+    product = mock.Mock(side_effect=lambda x, w, _: x @ w[0])
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    monkeypatch.setitem(KERNELS, "gpu", dataclasses.replace(KERNELS["gpu"], product=product))
+
+    def run(kernel: ExpertKernel) -> None:
+        moe = build(dataclasses.replace(SPEC, kernel=kernel))
+        with compiling_for("gpu"):
+            jax.jit(lambda x: moe(x, jnp.asarray(EVERY))[0]).trace(jnp.asarray(X))
+
+    run("auto")
+    assert product.called == (reason is None)
+    with contextlib.nullcontext() if reason is None else pytest.raises(UserError, match=re.escape(reason)):
+        run("grouped")
 
 
 def test_the_router_computes_in_float32():

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import jax
 import pytest
 
 from benchmarks.plan_error import config_of
+from lm_trainer.core.errors import UserError
 from lm_trainer.models import DeepseekV2Config, DeepseekV3Config
 from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.plan.estimate import Traces, estimate_step, estimate_temporary
+from lm_trainer.plan.run import Assumptions, plan_run
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from lm_trainer.run.config.run_config import RunConfig
 
@@ -65,8 +68,31 @@ def test_temporary_memory_of_each_kind_of_layer() -> None:
     assert on_tpu["layer 0 gradient"] == on_gpu["layer 0 gradient"] == 2 * LENGTH * (outside_mlp + 3 * 18432)
     chosen = 3 * (CHOSEN + 1) * 2048 + 2 * CHOSEN * HIDDEN
     assert on_tpu["layer 1 gradient"] == 2 * LENGTH * (outside_mlp + chosen)
-    # On a GPU every expert is computed for every token.
+    assert on_gpu["layer 1 gradient"] == on_tpu["layer 1 gradient"]
+    # Every expert is computed for every token.
+    dense = step(8)
+    dense = dense.model_copy(update={"model": dense.model.model_copy(update={"expert_kernel": "dense"})})
+    on_gpu = temporary_memory(dense, "gpu")
     assert on_gpu["layer 1 gradient"] == 2 * LENGTH * (outside_mlp + 3 * (ROUTED + 1) * 2048)
+
+
+def seconds_of_step(kind: str, kernel: str) -> float:
+    sizes = {"seq_len": 512, "hidden_dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+    experts = {"intermediate_dim": 32, "n_routed_experts": 16, "num_experts_per_tok": 2, "expert_kernel": kernel}
+    trainer = {"train_batch_size": 8, "num_train_steps": 10, "mp": "p=f32,c=float16"}
+    config = config_of({"model": {"type": "olmoe", **sizes, **experts}, "trainer": trainer})
+    time = plan_run(config, DeviceGroup(1, kind), jax.devices()[:1], Assumptions(vocab_size=64)).time
+    assert time is not None
+    return time.step_seconds
+
+
+@pytest.mark.slow
+def test_gpus_older_than_ampere_compute_every_expert() -> None:
+    volta, hopper = "Tesla V100-SXM2-32GB", "NVIDIA H100 80GB HBM3"
+    assert seconds_of_step(volta, "auto") == seconds_of_step(volta, "dense")
+    assert seconds_of_step(hopper, "auto") < seconds_of_step(hopper, "dense")
+    with pytest.raises(UserError, match="grouped has no kernel for a Tesla V100-SXM2-32GB"):
+        seconds_of_step(volta, "grouped")
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from lm_trainer.core.jax_internals import configure_custom_calls
+from lm_trainer.core.jax_internals import configure_custom_calls, remove_kernel_locations
+from lm_trainer.profile.expert_kernels import TRITON
 
 _OPTIONS: dict[str, dict[str, str | bool]] = {"gpu": {"xla_gpu_exclude_nondeterministic_ops": True}}
 """Platform -> compiler options. On GPUs, the gradients of embeddings and of cuDNN attention would otherwise be added by
@@ -19,6 +20,7 @@ def compile_repeatable(lowered: jax.stages.Lowered, platform: str) -> jax.stages
     options = _OPTIONS.get(platform)
     if options:
         ask_for_fixed_order(lowered)
+        remove_kernel_locations(lowered, TRITON)
     return lowered.compile(options)
 
 
