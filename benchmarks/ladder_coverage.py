@@ -158,12 +158,13 @@ def main() -> None:
     with ProcessPoolExecutor(arguments.processes) as pool:
         for part in pool.map(simulate, ladders, chunksize=4):
             tally.merge(part)
+    shapes = "".join(f' --shape "{shape}"' for shape in arguments.shape or ())
     error = math.sqrt(LEVEL * (1 - LEVEL) / arguments.ladders)
     text = [
         "# Coverage of the intervals of a ladder",
-        f"`python -m benchmarks.ladder_coverage --ladders {arguments.ladders}`: {arguments.ladders} simulated ladders "
-        f"per row, noise of a run {NOISE:.1%} of its loss, {EXAMPLES:,} examples of a task with chance {CHANCE}. "
-        f"Intervals of {LEVEL:.0%}; the standard deviation of a rate is {error:.1%}. Half-widths are medians.",
+        f"`python -m benchmarks.ladder_coverage --ladders {arguments.ladders}{shapes}`: {arguments.ladders} simulated "
+        f"ladders per row, noise of a run {NOISE:.1%} of its loss, {EXAMPLES:,} examples of a task with chance "
+        f"{CHANCE}. Intervals of {LEVEL:.0%}; the standard deviation of a rate is {error:.1%}. Half-widths are medians.",
         markdown_table(["truth", "ladder", "quantity", "held", "half-width"], tally.rows()),
         "How often each form of the accuracy was chosen by held-out rungs:",
         markdown_table(["truth", *FORMS], tally.choices()),
