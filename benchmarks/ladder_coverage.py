@@ -164,8 +164,7 @@ def main() -> None:
         "# Coverage of the intervals of a ladder",
         f"`python -m benchmarks.ladder_coverage --ladders {arguments.ladders}{shapes}`: {arguments.ladders} simulated "
         f"ladders per row, noise of a run {NOISE:.1%} of its loss, {EXAMPLES:,} examples of a task with chance "
-        f"{CHANCE}. Intervals of {LEVEL:.0%}; the standard deviation of a rate is {error:.1%}. Half-widths are "
-        "medians.",
+        f"{CHANCE}. Intervals of {LEVEL:.0%}; a rate has the standard deviation {error:.1%}. Half-widths are medians.",
         markdown_table(["truth", "ladder", "quantity", "held", "half-width"], tally.rows()),
         "How often each form of the accuracy was chosen by held-out rungs:",
         markdown_table(["truth", *FORMS], tally.choices()),
