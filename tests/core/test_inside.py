@@ -297,7 +297,7 @@ def test_figures_of_a_report_are_in_its_directory(tmp_path: Path) -> None:
     values = np.arange(3.0)
 
     def run(metric: str) -> Any:
-        return SimpleNamespace(name="$run", path=Path("logs/run"), metrics={metric: (values, values)})
+        return SimpleNamespace(name="$run", path=Path("logs/run"), metrics={metric: (values, values)}, prediction=None)
 
     written = write_figures([run("eval/../../x$")], tmp_path / "figures")
     assert {path.parent for path in written} == {tmp_path / "figures"}
@@ -315,6 +315,8 @@ OUTSIDE = {
     "lm_trainer/data/tokenizer/hf.py": {"near[0]"},
     "lm_trainer/data/tokenizer/files.py": set(),
     "lm_trainer/data/sources/levanter.py": {"split", "entry.name"},
+    "lm_trainer/ladder/curve/register.py": set(),
+    "lm_trainer/ladder/fit/register.py": {"self.measured"},
     "lm_trainer/report/figures.py": set(),
     "lm_trainer/reproduce/proof.py": {"name", "record.id", "run_id", "run_path"},
     "lm_trainer/reproduce/record.py": set(),

@@ -10,6 +10,7 @@ import numpy as np
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import AnyPath, local_path
 from lm_trainer.core.registration import write_registered
+from lm_trainer.core.safe_names import path_inside
 from lm_trainer.health.alerts.predicted_curve import (
     CURVE_FORMAT,
     CurveScore,
@@ -29,9 +30,13 @@ from lm_trainer.trackers.metric_columns import read_metric_columns
 
 
 def curve_path(ladder: LadderConfig, size: str) -> Path:
-    """Returns the path of the file for the predicted curve of a size."""
+    """Returns the path of the file for the predicted curve of a size.
+
+    Raises:
+        UserError: if there is no such size, or its name would lead out of the directory of curves.
+    """
     ladder.model_configurator.check(size)
-    return local_path(ladder.dir) / "predictions" / "curves" / f"{size}.json"
+    return path_inside(local_path(ladder.dir) / "predictions" / "curves", f"{size}.json", "model_configurator")
 
 
 def refuse_started_run(config: RunConfig) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import AnyPath, local_path
 from lm_trainer.core.registration import read_registered, write_registered
+from lm_trainer.core.safe_names import path_inside
 from lm_trainer.ladder.checkpoints import find_checkpoints
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.fit.fitting import Fit
@@ -74,8 +75,12 @@ def targets_to_predict(ladder: LadderConfig, size_spec: str) -> list[tuple[str, 
 
 
 def registration_path(ladder: LadderConfig, size_spec: str) -> Path:
-    """Returns the path of the file for the prediction of a size."""
-    return local_path(ladder.dir) / "predictions" / f"{size_spec}.json"
+    """Returns the path of the file for the prediction of a size.
+
+    Raises:
+        UserError: if the name of the size would lead out of the directory of predictions.
+    """
+    return path_inside(local_path(ladder.dir) / "predictions", f"{size_spec}.json", "model_configurator")
 
 
 def write_registration(
