@@ -22,7 +22,7 @@ from tests.conftest import users_environment
 
 @pytest.mark.slow
 def test_the_notebook_runs_and_its_models_agree(tmp_path: Path) -> None:
-    """A cell of the notebook compares the logits of its export with those of transformers."""
+    """A cell of the notebook compares the logits of its export with transformers."""
     executed = run_notebook(FILE, tmp_path, users_environment())
     cells = without_traces(executed, tmp_path)["cells"]
     outputs = [output for cell in cells for output in cell.get("outputs", ())]

@@ -112,7 +112,7 @@ def test_the_source_distribution_builds_the_same_wheel(wheel: Path, tmp_path: Pa
 
 
 def installed(wheel: Path, directory: Path) -> Path:
-    """Installs a wheel into a new environment, whose other packages are those of this one, and returns its programs."""
+    """Installs a wheel into a new environment, with the other packages of this one, and returns its programs."""
     venv.create(directory, with_pip=False)
     python = directory / "bin/python"
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]

@@ -38,14 +38,14 @@ _ABSENT = {
 
 
 def _kinds(num_layers: int, pattern: int) -> list[str]:
-    # The last layer always sees everything.
+    # The last layer always has full attention.
     return [*layer_types(num_layers, pattern)[:-1], _FULL]
 
 
 def _pattern_from_hf(kinds: Sequence[str] | None) -> int:
     if kinds is None:
         return 6
-    # transformers makes the last layer see everything, whatever the file says.
+    # transformers gives the last layer full attention, whatever the file says.
     seen = [*kinds[:-1], _FULL]
     first = seen.index(_FULL) + 1
     for pattern in (6, first):

@@ -223,20 +223,23 @@ def _mask(rows: _Span, columns: _Span) -> jax.Array | None:
     return mask
 
 
+def _select_tile(ref: Ref, rows: _Span, columns: _Span, group: tuple[jax.Array, ...]) -> Ref:
+    """Returns the part of an array that a tile covers."""
+    from jax.experimental import pallas as pl
+
+    return ref.at[(*group, pl.ds(rows.start, rows.count), pl.ds(columns.start, columns.count))]
+
+
 def _load(ref: Ref, rows: _Span, columns: _Span, *, group: tuple[jax.Array, ...] = ()) -> jax.Array:
     """Reads a tile, of the matrix of a group if there is one; elements that do not belong to it are zero."""
-    from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    tile = ref.at[(*group, pl.ds(rows.start, rows.count), pl.ds(columns.start, columns.count))]
     mask = _mask(rows, columns)
-    return triton.load(tile, mask=mask, other=None if mask is None else 0)
+    return triton.load(_select_tile(ref, rows, columns, group), mask=mask, other=None if mask is None else 0)
 
 
 def _store(ref: Ref, rows: _Span, columns: _Span, value: jax.Array, *, group: tuple[jax.Array, ...] = ()) -> None:
     """Writes a tile in the dtype of the array; elements that do not belong to it are left out."""
-    from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    tile = ref.at[(*group, pl.ds(rows.start, rows.count), pl.ds(columns.start, columns.count))]
-    triton.store(tile, value.astype(ref.dtype), mask=_mask(rows, columns))
+    triton.store(_select_tile(ref, rows, columns, group), value.astype(ref.dtype), mask=_mask(rows, columns))

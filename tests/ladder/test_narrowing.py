@@ -53,7 +53,7 @@ def test_more_seeds_of_everything_narrow_as_the_mean_does(seeds: int) -> None:
     """With draws that are exactly normal, `seeds` more runs of every point leave 1 / (1 + seeds) of the variance."""
     fitted = fit(planted(NOISE, sizes=4), FitSettings(draws=50))
     points, t = fitted.points, student_t_factor(16, 0.9, 5)
-    # The law linearised in its constants, whose covariance is that of least squares.
+    # The law linearised in its constants, with the covariance of least squares.
     columns_PK = np.stack([points.num_params**-0.34, points.tokens**-0.28], -1)
     columns_PK /= HOFFMANN.loss(points.num_params, points.tokens)[:, None]
     covariance = (t * fitted.noise) ** 2 * np.linalg.inv(columns_PK.T @ columns_PK)

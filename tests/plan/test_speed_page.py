@@ -1,4 +1,4 @@
-"""The page of speeds: its estimates are those of the program, its commands are valid, and what was sent is readable."""
+"""The page of speeds: its estimates come from the program, its commands are valid, and what was sent is readable."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from lm_trainer.report.downsample import downsample
 from lm_trainer.report.page import GROUPS, build_report_page
 from lm_trainer.report.run import ReportedRun, read_run
 from lm_trainer.report.saved import compute_token_savings
+from tests.browser import needs_browser, render
 from tests.conftest import Lmt, refused, run_here
 from tests.run.test_token_probabilities import page_data
 
@@ -236,41 +236,24 @@ def test_tokens_saved_are_those_of_the_law() -> None:
     assert compute_token_savings(curve(1, seed=1), nothing) is None
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
+@needs_browser
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 420])
 def test_a_browser_draws_every_chart(root: Path, tmp_path: Path, width: int) -> None:
     page = build_report_page([read_run(str(root / "logs/a")), read_run(str(root / "logs/b"))])
-    (tmp_path / "page.html").write_text(page)
-    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
-    window_flags = (f"--window-size={width},900", f"--user-data-dir={tmp_path}/user")
-    done = subprocess.run(
-        ["chromium", *flags, *window_flags, "--dump-dom", f"file://{tmp_path}/page.html"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    document = render(page, tmp_path, f"--window-size={width},900")
     shown = sum(len(group["charts"]) for group in page_data(page)["groups"] if group["title"] != "Everything else")
-    body = done.stdout.partition("<main")[2].partition("<script>")[0]
+    body = document.partition("<main")[2].partition("<script>")[0]
     assert body.count('class="uplot') == shown
     assert "part at step 1" in body
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
+@needs_browser
 @pytest.mark.slow
 def test_a_browser_draws_a_predicted_band(root: Path, tmp_path: Path) -> None:
     curve = PredictedCurve("train/loss", 0.9, 1, [2, 3, 4], [4.0, 3.9, 3.8], [3.0] * 3, [5.0] * 3)
     run = replace(read_run(str(root / "logs/a")), prediction=RegisteredCurve(curve, "2026-01-01", "ab" * 32, "a", {}))
-    (tmp_path / "page.html").write_text(build_report_page([run]))
-    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
-    done = subprocess.run(
-        ["chromium", *flags, f"--user-data-dir={tmp_path}/user", "--dump-dom", f"file://{tmp_path}/page.html"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    body = done.stdout.partition("<main")[2].partition("<script>")[0]
+    document = render(build_report_page([run]), tmp_path)
+    body = document.partition("<main")[2].partition("<script>")[0]
     assert "of 3 windows inside the 90% band" in body
     assert body.count("predicted</div>") == 1

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import html.parser
 import json
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from lm_trainer.trackers.token_page import (
     TokenScores,
     render_token_page,
 )
+from tests.browser import needs_browser, render
 from tests.conftest import Lmt, refused, run_here
 
 CONFIG = """
@@ -170,21 +169,13 @@ def test_a_page_has_few_steps_of_many_and_refuses_other_documents(tmp_path: Path
         render_token_page({"x": file.history, "y": other})
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
+@needs_browser
 @pytest.mark.slow
 def test_a_browser_draws_every_token(tmp_path: Path) -> None:
     tokens = {1: "<i>", 2: "\n", 3: "c", 4: "d", **{n: str(n) for n in range(9) if n not in range(1, 5)}}
     history = TokenHistory([[1, 2, 3, 4]], tokens, {step: [random_scores(step, 3)] for step in (1, 2)})
-    (tmp_path / "page.html").write_text(render_token_page({"one": history, "two": history}))
-    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
-    done = subprocess.run(
-        ["chromium", *flags, f"--user-data-dir={tmp_path}/user", "--dump-dom", f"file://{tmp_path}/page.html"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    body = done.stdout.partition("<main>")[2].partition("</main>")[0]
+    document = render(render_token_page({"one": history, "two": history}), tmp_path)
+    body = document.partition("<main>")[2].partition("</main>")[0]
     assert body.count("<section>") == 2
     assert body.count("background: rgb(") == 2 * 3
     assert "&lt;i&gt;" in body

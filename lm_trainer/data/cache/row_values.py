@@ -144,20 +144,20 @@ class RowValues:
         """Creates the directory if it does not exist, and returns a writer that continues after the stored rows."""
         if self.store.read_json(MANIFEST) is None:
             self.store.write_json(MANIFEST, self._manifest)
-        return RowValuesWriter(self.store, self.layout, self)
+        return RowValuesWriter(self)
 
 
 class RowValuesWriter:
     """Writes the values of consecutive rows.
 
     Args:
-        store: directory of the values.
-        layout: layout of the rows.
-        values: the values that are already stored. An incomplete last part is written again with its further rows.
+        values: the values that are already stored, with their directory. An incomplete last part is written again with
+            its further rows.
     """
 
-    def __init__(self, store: KvStore, layout: RowLayout, values: RowValues):
-        self._store, self._layout = store, layout
+    def __init__(self, values: RowValues):
+        layout = values.layout
+        self._store, self._layout = values.store, layout
         self.rows = values.count_rows()
         """Number of rows so far, including rows that are not written yet."""
         tail = np.arange(self.rows // layout.rows_per_part * layout.rows_per_part, self.rows)

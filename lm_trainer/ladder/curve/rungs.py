@@ -78,7 +78,7 @@ def _cut_into_windows(name: str, size: str, plan: RatePlan, windows: Windows, lo
     if not logged_W.all():
         return f"{name} has windows of {windows.length} steps without a finite loss; set trainer.steps_per_log to 1"
     values = loss_WS[np.isfinite(loss_WS)]
-    # Neighbouring steps share everything but the noise of their batches, so half the variance of their differences is
-    # that of the noise.
+    # Neighbouring steps share everything but the noise of their batches, so the variance of the noise is
+    # half the variance of their differences.
     noise = float(np.std(np.diff(np.log(values))) / np.sqrt(2))
     return RungCurve(name, size, plan, windows, np.nanmean(loss_WS, -1), noise)

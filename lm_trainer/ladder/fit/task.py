@@ -64,8 +64,8 @@ class TaskFit:
             )
         ordered = sorted(self.errors.items(), key=lambda item: item[1])
         shown = ", ".join(f"{name} {error:.4f}" for name, error in ordered)
-        others = " and ".join(self.plausible[1:])
-        doubt = f", which do not exclude {others}" if others else ""
+        other_forms = " and ".join(self.plausible[1:])
+        doubt = f", which do not exclude {other_forms}" if other_forms else ""
         return f"form: {self.form}, by the errors at {self.held_out} accuracies of held-out rungs ({shown}){doubt}"
 
     def as_dict(self) -> dict[str, Any]:
