@@ -66,7 +66,7 @@ def test_a_build_ends_at_once_and_goes_on_later(
 def test_a_signal_whose_exception_python_loses_can_still_be_asked_for() -> None:
     def signal_now(phase: str, _info: object) -> None:
         if phase == "start" and not signals.is_interrupted():
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
 
     # Not always Python's own: under `nohup` it is ignored.
     previous_handler = signal.getsignal(signal.SIGINT)

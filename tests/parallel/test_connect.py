@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -104,7 +103,7 @@ def connect_and_stop(number: int, address: str, written: Path) -> None:
     with StopRequest() as stop:
         stop.arm()
         connect.connect_processes({"coordinator_address": address, "num_processes": 1, "process_id": 0}, print)
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         written.write_text(str(stop.requested))
 
 

@@ -30,7 +30,7 @@ def _run_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_signal_before_there_is_anything_to_save_ends_the_run() -> None:
     with StopRequest(), pytest.raises(Preempted, match="stopped by SIGTERM before the first step"):
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
@@ -38,15 +38,15 @@ def test_a_signal_before_there_is_anything_to_save_ends_the_run() -> None:
 def test_the_first_signal_asks_and_the_second_ends_at_once(number: signal.Signals) -> None:
     """A repetition within moments is the same request: `timeout`, systemd and SLURM signal a process and its group."""
     program = f"""
-import os, time
+import signal, time
 from lm_trainer.health.signals import StopRequest
 with StopRequest() as stop:
     stop.arm()
-    os.kill(os.getpid(), {number:d})
-    os.kill(os.getpid(), {number:d})
+    signal.raise_signal({number:d})
+    signal.raise_signal({number:d})
     time.sleep({1.1 if number == signal.SIGTERM else 0.2})
     print(stop.requested, flush=True)
-    os.kill(os.getpid(), {number:d})
+    signal.raise_signal({number:d})
     print("still here", flush=True)
 """
     command = [sys.executable, "-c", program]

@@ -42,7 +42,7 @@ def train(steps: int = 8, actions: dict[int, Callable[[], Any]] | None = None, *
 
 
 def stop() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
 
 
 def drop_lines(*steps: int) -> None:

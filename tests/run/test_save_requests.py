@@ -42,7 +42,7 @@ def steps() -> list[int]:
 
 
 def request_by_signal() -> None:
-    os.kill(os.getpid(), signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR1)
 
 
 def request_by_file() -> None:
@@ -68,7 +68,7 @@ def test_a_permanent_checkpoint_while_the_run_goes_on(ask: Callable[[], None], c
 def test_it_stays_when_later_ones_come_and_when_the_run_is_resumed() -> None:
     stop = signal.SIGTERM
     with pytest.raises(Preempted):
-        train(actions={2: request_by_file, 4: lambda: os.kill(os.getpid(), stop)})
+        train(actions={2: request_by_file, 4: lambda: signal.raise_signal(stop)})
     assert steps() == [3, 5]
     # Each step is saved, and the temporary one before it goes.
     train(save_interval="0s")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import closing
@@ -59,7 +58,7 @@ class _Batches(Iterator[Batch]):
             raise MachineError("the disk is full: cannot write a part")
         if self._step == self._data.stops_at:
             if not self._asked:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
             self._asked += 1
             assert self._asked < 100, "the signal is not heard"
             return "waiting for text"

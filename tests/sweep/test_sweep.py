@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -190,7 +189,7 @@ def test_a_signal_that_comes_before_a_run_has_started_reaches_it(monkeypatch: py
     start = subprocess.Popen
 
     def signal_first(command: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         return start(command)
 
     monkeypatch.setattr(subprocess, "Popen", signal_first)
