@@ -69,6 +69,7 @@ def test_a_conversation_that_is_too_long_goes_on_after_a_reset(talker: Path) -> 
     assert len(shown.splitlines()) >= 3
 
 
+@pytest.mark.slow
 def test_generate_answers_questions_as_a_chat_does(lmt: Lmt, talker: Path) -> None:
     settings = ("--temperature", "0", "--max-new-tokens", "7")
     shown = chat(talker, ["Hi", "/reset", "And?"], *settings)

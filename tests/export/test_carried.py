@@ -167,6 +167,7 @@ def train(lmt: Lmt, source: Path, name: str, *overrides: str, more: str = "") ->
     return result.stderr + result.stdout
 
 
+@pytest.mark.slow
 def test_a_fine_tune_keeps_what_it_does_not_change(lmt: Lmt, source: Path, tmp_path: Path) -> None:
     shown = train(lmt, source, "tuned", more="hf_save_path: exports")
     assert "exports keep its context of 64 tokens" in shown

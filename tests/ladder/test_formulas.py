@@ -221,6 +221,7 @@ def test_memory_is_estimated_close_to_what_xla_says(determinism: str) -> None:
     assert estimate.state_bytes == compiled.state_bytes
 
 
+@pytest.mark.slow
 def test_with_a_parametrization_all_sizes_have_the_rate_of_the_base() -> None:
     base = TransformerSize.size_60M.shape._asdict()
     base = {**base, "num_kv_heads": base["num_heads"]}

@@ -175,7 +175,7 @@ time.sleep(600)
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at a parent's death is one of Linux")
 def test_processes_are_asked_to_stop_when_their_parent_dies(tmp_path: Path) -> None:
     done = tmp_path / "done"
-    program = OBEDIENT.replace("sys.exit(75)", f"open({str(done)!r}, 'w')")
+    program = OBEDIENT.replace("sys.exit(75)", f"(open({str(done)!r}, 'w'), sys.exit())")
     parent = f"""
 import os, sys
 from lm_trainer.launch.supervise import LocalProcess, supervise

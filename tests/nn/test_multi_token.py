@@ -179,6 +179,7 @@ def test_loss_and_gradient_are_those_of_the_equations(name, depth, tmp_path, mon
     assert compared >= len(ours) - 2 * depth - (config.num_layers + depth)
 
 
+@pytest.mark.slow
 def test_documents_do_not_see_each_other():
     config = TINY["deepseek_v3"]
     weights, batch = disturbed(params(config)), packed_rows()

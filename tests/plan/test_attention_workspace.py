@@ -46,7 +46,7 @@ def test_where_it_is_needed(changes: dict[str, Any], bytes_expected: int) -> Non
     assert workspace(**changes) == bytes_expected
 
 
-@pytest.mark.parametrize("gather", ["model", "layer"])
+@pytest.mark.parametrize("gather", ["model", pytest.param("layer", marks=pytest.mark.slow)])
 def test_the_plan_counts_it_in_the_backward_pass(gather: str) -> None:
     trainer = {"train_batch_size": 16, "elastic_shards": 2, "mp": "p=f32,c=bfloat16", "gather": gather}
     config = config_of({"model": SMALL, "trainer": trainer})

@@ -155,6 +155,7 @@ def test_the_fastest_that_fits_is_the_fastest_of_all_that_fit(batch_size: int):
     )
 
 
+@pytest.mark.slow
 def test_the_fastest_with_the_same_numbers_is_named_beside_one_that_changes_them():
     search = searched()
     assert search.ranked[0].layout.changes
@@ -255,6 +256,7 @@ def test_the_compilers_word_decides(path: Path):
     assert "0.25 to 1 s" in text
 
 
+@pytest.mark.slow
 def test_a_search_whose_layouts_all_are_refused_says_so(path: Path):
     def refuse(overrides: tuple[str, ...]) -> CompiledLayout:
         raise UserError("no such register")

@@ -40,6 +40,7 @@ def record(directory: Path, run: str) -> dict[str, Any]:
     return json.loads((directory / "logs" / run / "run.json").read_text())
 
 
+@pytest.mark.slow
 def test_an_unchanged_branch_at_a_checkpoint_goes_on_as_its_parent(copied: Path) -> None:
     result = run_here("branch", "run", "--at", "4", "same")
     assert result.returncode == 0, result.stderr

@@ -127,6 +127,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
     return trained
 
 
+@pytest.mark.slow
 def test_a_stopped_sweep_goes_on_and_finished_runs_are_not_run_again(lmt: Lmt, swept: Path, trained: Trained) -> None:
     arguments = ("sweep", "run.yaml", "optimizer.learning_rate=1e-3,3e-2", "--name", "s")
     trained.codes = {2: 75}
@@ -208,6 +209,7 @@ def test_every_run_is_started_by_a_launcher(lmt: Lmt, swept: Path, trained: Trai
     ]
 
 
+@pytest.mark.slow
 def test_seeds_of_a_setting_are_averaged(lmt: Lmt, swept: Path, trained: Trained) -> None:
     assert lmt("sweep", "run.yaml", "optimizer.learning_rate=1e-3,3e-2", "--seeds", "0,1").returncode == 0
     runs = [read_run(str(path)) for path in sorted((swept / "logs").iterdir())]
