@@ -78,8 +78,7 @@ class FastStep:
         trainable = sharding.trained.params
         self._gather = GatherWhereRead(model, sharding)
         self._everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-        maxima = {name for name, x in sharding.params.items() if x.combine == "maximum"}
-        self._operations = {name: jnp.maximum if name in maxima else jnp.add for name in trainable}
+        self._maxima = {name for name, x in sharding.params.items() if x.combine == "maximum"}
         function = loss_and_gradient(model, loss, trainable)
         self._gradient: MicrobatchFn = shard_over_group(function, sharding.mesh, sharding.params, trainable)
         update = with_loads(make_update(rule.optimizer, rule.tx), sharding.loads)
@@ -261,12 +260,16 @@ class FastStep:
         def add(total: Sums, item: tuple[Batch, jax.Array]) -> tuple[Sums, None]:
             chunk = sum_chunk(*item)
             scalars = jax.tree.map(jnp.add, total.scalars, chunk.scalars)
-            tree = {name: self._operations[name](x, chunk.tree[name]) for name, x in total.tree.items()}
+            tree = {
+                name: (jnp.maximum if name in self._maxima else jnp.add)(x, chunk.tree[name])
+                for name, x in total.tree.items()
+            }
             return Sums(scalars, tree), None
 
         items = (jax.tree.map(split, batch), jnp.arange(chunks))
         zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sum_chunk, batch, 0))
-        return jax.lax.scan(add, zero, items)[0]
+        lowest = {name: jnp.full_like(x, -jnp.inf) for name, x in zero.tree.items() if name in self._maxima}
+        return jax.lax.scan(add, Sums(zero.scalars, {**zero.tree, **lowest}), items)[0]
 
     def _rows_at_once(self, rows: int) -> int:
         """Returns the number of rows that each device computes at once, of a batch of `rows` rows."""

@@ -137,12 +137,12 @@ class LogitClipUpdate:
             return jax.lax.with_sharding_constraint(find_factors(old, maxima, scalars, sizes, clips), everywhere)
 
         self._update, self._clips, self._weights = update, clips, weights
-        self._compute = Program("clip: factors", jax.jit(compute, out_shardings=everywhere), "new state")
-        self._store = Program("clip: store logits", jax.jit(lambda x: x, out_shardings=stored), "new state")
+        self._compute = Program("update: clip factors", jax.jit(compute, out_shardings=everywhere), "new state")
+        self._store = Program("update: store logits", jax.jit(lambda x: x, out_shardings=stored), "new state")
         scale = jax.jit(
             scale_weights, out_shardings={name: shardings.params[name] for name in weights}, donate_argnums=0
         )
-        self._scale = Program("clip: scale", scale, "new state", elementwise=True)
+        self._scale = Program("update: clip", scale, "new state", elementwise=True)
 
     def __call__(
         self,
