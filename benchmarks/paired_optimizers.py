@@ -1,4 +1,4 @@
-"""Losses of every optimizer minus those of AdamW, in paired runs at three sizes, with intervals over seeds.
+"""Losses of every optimizer minus the losses of AdamW, in paired runs at three sizes, with intervals over seeds.
 
     python -m benchmarks.paired_optimizers --results benchmarks/results/2-core-epyc
 
@@ -167,10 +167,10 @@ def main() -> None:
     settings = {name: getattr(options, name) for name in ("steps", "rows", "seeds")}
     path = None if options.results is None else options.results / "paired_optimizers.json"
     results = read_results(path, settings)
-    known = [name for name, keys in optimizer_settings().items() if keys == {"type": name}]
-    if unknown := set(options.types or ()) - set(known):
-        parser.error(f"--types: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    for name in dict.fromkeys([BASELINE, *(options.types or known)]):
+    types = [name for name, keys in optimizer_settings().items() if keys == {"type": name}]
+    if unknown := set(options.types or ()) - set(types):
+        parser.error(f"--types: there is no {', '.join(sorted(unknown))}; there are {', '.join(types)}")
+    for name in dict.fromkeys([BASELINE, *(options.types or types)]):
         result = results.setdefault(name, {"losses": {}})
         for width in WIDTHS:
             if str(width) in result["losses"]:

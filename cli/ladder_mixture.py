@@ -51,9 +51,9 @@ def mixture(
 
     if not 0.5 <= level < 1:
         raise UserError(f"--level {level:g}: it has to be at least 0.5 and below 1, such as 0.9")
-    given = None if weights is None else _parse(weights)
+    proportions = None if weights is None else _parse(weights)
     fit = fit_mixture(read_mixture_runs(runs, metrics or ()), draws=draws, level=level)
-    weights_M = None if given is None else parse_weights(fit, given, extrapolate=extrapolate)
+    weights_M = None if proportions is None else parse_weights(fit, proportions, extrapolate=extrapolate)
     names = fit.runs.metrics
     predicted = {} if weights_M is None else {m: fit.predict_run(i, weights_M) for i, m in enumerate(names)}
     best, errors_PV = find_best_mixture(fit), left_out_errors(fit.runs)

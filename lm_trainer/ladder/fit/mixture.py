@@ -108,8 +108,8 @@ def fit_mixture_law(weights_PM: np.ndarray, loss_P: np.ndarray, start: MixtureLa
         return slopes_PK * np.array([lowest, *np.ones(len(x_K) - 1)])
 
     first = np.array([np.clip(start.floor / lowest, 1e-6, 1 - 1e-6), *start.slopes_M])
-    found = least_squares(errors, first, slopes, bounds=(np.array([0.0, *-bounds[1:]]), np.array([1.0, *bounds[1:]])))
-    return law_of(found.x)
+    result = least_squares(errors, first, slopes, bounds=(np.array([0.0, *-bounds[1:]]), np.array([1.0, *bounds[1:]])))
+    return law_of(result.x)
 
 
 def _best_of_grid(weights_PM: np.ndarray, loss_P: np.ndarray) -> MixtureLaw:
@@ -223,7 +223,7 @@ def _best_weights(laws: Sequence[MixtureLaw], runs: MixtureRuns) -> np.ndarray:
         return np.mean([np.exp(weights_M @ law.slopes_M) * law.slopes_M for law in laws], axis=0)
 
     start_M = min(runs.weights_PM, key=lambda weights_M: _mean_loss(laws, weights_M))
-    found = minimize(
+    result = minimize(
         lambda weights_M: _mean_loss(laws, weights_M),
         start_M,
         jac=slopes,
@@ -232,10 +232,10 @@ def _best_weights(laws: Sequence[MixtureLaw], runs: MixtureRuns) -> np.ndarray:
         constraints={"type": "eq", "fun": lambda w: w.sum() - 1.0, "jac": np.ones_like},
         options={"ftol": 1e-12},
     )
-    return found.x
+    return result.x
 
 
-def parse_weights(fit: MixtureFit, given: Mapping[str, float], *, extrapolate: bool = False) -> np.ndarray:
+def parse_weights(fit: MixtureFit, proportions: Mapping[str, float], *, extrapolate: bool = False) -> np.ndarray:
     """Returns the weights (M,) of a mixture by name of the set, divided by their sum.
 
     Raises:
@@ -243,9 +243,9 @@ def parse_weights(fit: MixtureFit, given: Mapping[str, float], *, extrapolate: b
             runs and `extrapolate` is not set.
     """
     runs = fit.runs
-    if different := set(given) ^ set(runs.sets):
+    if different := set(proportions) ^ set(runs.sets):
         raise UserError(f"--weights: the sets are {', '.join(runs.sets)}; check {', '.join(sorted(different))}")
-    weights_M = np.array([given[name] for name in runs.sets], float)
+    weights_M = np.array([proportions[name] for name in runs.sets], float)
     if not (np.isfinite(weights_M).all() and (weights_M >= 0).all() and weights_M.sum() > 0):
         raise UserError("--weights: every weight has to be finite and at least 0, and one of them above 0")
     weights_M = weights_M / weights_M.sum()

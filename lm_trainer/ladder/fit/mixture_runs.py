@@ -51,8 +51,8 @@ def read_mixture_runs(names: Sequence[str], metrics: Sequence[str] = ()) -> Mixt
         for metric in chosen:
             value = row.get(metric)
             if not isinstance(value, int | float) or not np.isfinite(value) or value <= 0:
-                known = ", ".join(sorted(key for key in row if key.startswith("eval/"))) or "none"
-                raise UserError(f"{name} has no positive number {metric}; choose others with --metric (has {known})")
+                losses = ", ".join(sorted(key for key in row if key.startswith("eval/"))) or "none"
+                raise UserError(f"{name} has no positive number {metric}; choose others with --metric (has {losses})")
     weights_PM = np.array([[weights[name].get(key, 0.0) for key in sets] for name in names])
     loss_PV = np.array([[rows[name][metric] for metric in chosen] for name in names])
     return MixtureRuns(sets, chosen, weights_PM / weights_PM.sum(axis=1, keepdims=True), loss_PV, tuple(names))
