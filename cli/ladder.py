@@ -10,6 +10,7 @@ from cli.common import OVERRIDES, LadderArgument, OverridesArgument, path_option
 from cli.ladder_compare import add_compare_commands
 from cli.ladder_file import load_ladder
 from cli.ladder_fit import add_commands
+from cli.ladder_mixture import add_mixture_command
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -253,3 +254,4 @@ def metrics(
 
 add_commands(app)
 add_compare_commands(app)
+add_mixture_command(app)

@@ -145,8 +145,10 @@ def _place_on_devices(
         raise UserError(f"--context {context}: the model reads 1 to {max_length} tokens")
     trainer = config.trainer
     loss = TokenNll(trainer.mp.compute_dtype, config.model.cross_entropy_block_size)
-    traced = trace_model(config, model.vocab_size)
-    setup = plan_training(trainer, config.optimizer, traced, loss, seq_len=config.model.seq_len)
+    # Saved models have no parameters for measurements of training.
+    optimizer = config.optimizer.without_logit_limit()
+    traced = trace_model(config.model_copy(update={"optimizer": optimizer}), model.vocab_size)
+    setup = plan_training(trainer, optimizer, traced, loss, seq_len=config.model.seq_len)
     storage, dtype = setup.sharding.storage, trainer.mp.param_dtype
     params = named_leaves(dict(model.params))
     placed = {name: jax.device_put(_cast(x, dtype), storage[name]) for name, x in params.items()}

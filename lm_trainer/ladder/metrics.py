@@ -68,7 +68,7 @@ def collect_rows(
                 continue
             if checkpoint.metrics_path not in measured:
                 check_owner(ladder, size_spec, seed, checkpoint.metrics_path.parent)
-                measured[checkpoint.metrics_path] = _read_metrics_by_step(checkpoint.metrics_path)
+                measured[checkpoint.metrics_path] = read_metrics_by_step(checkpoint.metrics_path)
             metrics = measured[checkpoint.metrics_path].get(checkpoint.step, {})
             metrics = {key: value for key, value in metrics.items() if key.startswith(prefix or "")}
             if not metrics:
@@ -92,7 +92,7 @@ def check_owner(ladder: LadderConfig, size_spec: str, seed: int, folder: Path) -
         )
 
 
-def _read_metrics_by_step(file: Path) -> dict[int, Row]:
+def read_metrics_by_step(file: Path) -> dict[int, Row]:
     """Reads the numbers in a `metrics.jsonl` by step. Training and evaluation each write a line for the same step."""
     metrics: dict[int, Row] = {}
     for number, line in enumerate(file.read_text().splitlines(), 1):

@@ -13,11 +13,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from lm_trainer.core.errors import UserError
 from lm_trainer.nn.attention_dispatch import dispatch_attention
 from lm_trainer.nn.attention_kernel import MASK_VALUE
 from lm_trainer.nn.cache import KvCache, LayerCache
 from lm_trainer.nn.init import Initializer
+from lm_trainer.nn.largest_logits import largest_logits, report_largest
 from lm_trainer.nn.linear import Linear
+from lm_trainer.nn.measured import MeasuredParam
 from lm_trainer.nn.mixer_spec import softmax_specs
 from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.positions import alibi_bias, apply_rope
@@ -160,6 +163,7 @@ def attend(  # noqa: PLR0913 - the arguments of attention
     *,
     sinks_N: jax.Array | None = None,
     key: jax.Array | None = None,
+    measured: MeasuredParam | None = None,
 ) -> jax.Array:
     """Computes attention of projected queries, keys and values, [B, S, N, H] in the dtype of the values.
 
@@ -172,6 +176,7 @@ def attend(  # noqa: PLR0913 - the arguments of attention
         layer: index of the layer.
         sinks_N: logits of the sinks, if the spec has sinks.
         key: for dropout of the probabilities; None disables it.
+        measured: parameter whose gradient is the largest logit of each head; None: it is not measured.
     """
     # Cast before the product, because scores of 16-bit operands are rounded to 16 bits before the softmax.
     if spec.scores.upcast:
@@ -181,6 +186,8 @@ def attend(  # noqa: PLR0913 - the arguments of attention
     q_BSNH = q_BSNH * _score_scale(spec, layer, q_BSNH.dtype)
     if (position_scale := spec.scores.position_scale) is not None:
         q_BSNH = q_BSNH * _scale_of_positions(position_scale, context.positions_BS).astype(q_BSNH.dtype)
+    if measured is not None:
+        q_BSNH = _report_largest_logits(measured, spec, q_BSNH, k_BTKH, context)
     reach, length = Reach.from_spec(spec), context.key_positions_BT.shape[1]
     segments_BS = context.segments_BS
     if segments_BS is not None:
@@ -193,6 +200,20 @@ def attend(  # noqa: PLR0913 - the arguments of attention
     return dispatch_attention(
         spec, q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS=segments_BS, sinks_N=sinks_N, key=key
     )
+
+
+def _report_largest_logits(
+    measured: MeasuredParam, spec: AttentionSpec, q_BSNH: jax.Array, k_BTKH: jax.Array, context: ForwardContext
+) -> jax.Array:
+    """Returns the queries, with the largest logit of each head as the gradient of `measured`."""
+    if context.key_segments_BT is not None:
+        raise UserError(
+            "optimizer.qk_clip needs the logits of all pairs, and attn_backend: ring holds only parts of the keys of a "
+            "row; write another backend"
+        )
+    q, k = jax.lax.stop_gradient((q_BSNH, all_gather(k_BTKH, "context", 1)))
+    bias_B1ST = context.biases_B1ST[Reach.from_spec(spec)]
+    return report_largest(read(measured), q_BSNH, largest_logits(q, k, bias_B1ST, context.valid_BS))
 
 
 def _layer_bias(spec: AttentionSpec, context: ForwardContext) -> jax.Array:
@@ -248,6 +269,7 @@ class Attention(nnx.Module):
         self.k_norm = None if spec.qk_norm is None else QkNorm(spec.qk_norm, kv_heads, init=init)
         self.v_norm = make_norm(spec.value_norm, {"head_size": spec.head_dim}, init=init)
         self.sinks = init.constant({"heads": spec.num_heads}, 0.0) if spec.sinks else None
+        self.largest_logits: MeasuredParam | None = None
 
     def __call__(
         self,
@@ -267,7 +289,9 @@ class Attention(nnx.Module):
         if cache is not None:
             cache, k_BTKH, v_BTKH = cache.write(layer, context.positions_BS, k_BTKH, v_BTKH)
         sinks_N = None if self.sinks is None else read(self.sinks, jnp.float32)
-        o_BSNH = attend(self.spec, q_BSNH, k_BTKH, v_BTKH, context, layer, sinks_N=sinks_N, key=key)
+        o_BSNH = attend(
+            self.spec, q_BSNH, k_BTKH, v_BTKH, context, layer, sinks_N=sinks_N, key=key, measured=self.largest_logits
+        )
         if self.gate is not None:
             o_BSNH = o_BSNH * jax.nn.sigmoid(self.gate(x_BSD, key=adapter_key))
         return self.out(o_BSNH, key=adapter_key), cache

@@ -14,6 +14,7 @@ from lm_trainer.nn.attention import ForwardContext, attend
 from lm_trainer.nn.cache import LayerCache
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import Linear
+from lm_trainer.nn.measured import MeasuredParam
 from lm_trainer.nn.mixer_spec import LatentSpec
 from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.positions import apply_rope
@@ -39,6 +40,7 @@ class LatentAttention(nnx.Module):
         self.kv_norm = make_norm(spec.norm, {"latent": spec.latent_dim}, init=init)
         self.kv_up = Linear({"embed": spec.latent_dim}, keys_and_values, bias=False, init=init)
         self.out = Linear(values, {"embed": dim}, bias=spec.bias, init=init, residual=True)
+        self.largest_logits: MeasuredParam | None = None
 
     def __call__(
         self,
@@ -97,7 +99,8 @@ class LatentAttention(nnx.Module):
         plain_BTNP, v_BTNV = jnp.split(self.kv_up(latent_BTL, key=adapter_key), [self.spec.plain_dim], axis=-1)
         rotated_BTNR = jnp.broadcast_to(rotated_BT1R, (*plain_BTNP.shape[:3], self.spec.rotary_dim))
         k_BTNH = jnp.concatenate([plain_BTNP, rotated_BTNR], axis=-1)
-        return attend(self.spec.expanded, q_BSNH, k_BTNH, v_BTNV, context, layer, key=key)
+        measured = self.largest_logits
+        return attend(self.spec.expanded, q_BSNH, k_BTNH, v_BTNV, context, layer, key=key, measured=measured)
 
     def _attend_absorbed(
         self,

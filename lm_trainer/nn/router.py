@@ -21,17 +21,17 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from lm_trainer.nn.attention_kernel import is_differentiating_twice
 from lm_trainer.nn.expert_spec import ExpertGroupsSpec, MoeSpec, RouterSpec
+from lm_trainer.nn.measured import MeasuredParam
 from lm_trainer.parallel.collectives import axis_sum, group_sum
 
 
-class LoadParam(nnx.Param):
-    """A float32 parameter with one value per expert whose gradient is the load of the experts: the number of tokens of
-    the microbatch that chose each expert, independent of the loss. Like all gradients it is summed over the global
-    batch. No optimizer updates it; its update rule is `lm_trainer.step.updates.load`.
+class LoadParam(MeasuredParam):
+    """A parameter with one value per expert whose gradient is the load of the experts: the number of tokens of the
+    microbatch that chose each expert. Like all gradients it is summed over the global batch. Its update rule is
+    `lm_trainer.step.updates.load`.
     """
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import PositiveFloat
 
@@ -28,6 +28,17 @@ class MuonConfig(OrthogonalConfig):
     use_kimi_scaling: bool = False
     """Multiply the orthogonal update by 0.2 sqrt(max(inputs, outputs)), which gives it the size of an AdamW update (Liu
     et al. 2025, arXiv 2502.16982), instead of by sqrt(max(1, outputs / inputs))."""
+    qk_clip: PositiveFloat | None = None
+    """QK-Clip, which makes Muon MuonClip (Kimi K2, arXiv 2507.20534, section 2.1): after each update, scale the query
+    and key weights of every head whose largest attention logit in the batch exceeded this limit, so that the logit
+    becomes the limit. The paper uses 100. null: no clipping."""
+
+    @property
+    def logit_limit(self) -> float | None:
+        return self.qk_clip
+
+    def without_logit_limit(self) -> Self:
+        return self.model_copy(update={"qk_clip": None})
 
     def matrix_update_norm(self, inputs: int, outputs: int) -> float:
         """Returns the spectral norm of an update of a matrix at a learning rate of 1, up to a constant factor."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from lm_trainer.core.config import Config
 from lm_trainer.core.jax_types import PyTree
@@ -37,6 +37,15 @@ class Optimizer(Config):
     def skips_steps(self) -> bool:
         """True if the rule itself skips bad steps, based on a history in its state."""
         return False
+
+    @property
+    def logit_limit(self) -> float | None:
+        """Largest attention logit of a head whose weights an update leaves as they are; None: of all heads."""
+        return None
+
+    def without_logit_limit(self) -> Self:
+        """Returns the same rule without `logit_limit`."""
+        return self
 
     @property
     def curvature(self) -> Curvature | None:

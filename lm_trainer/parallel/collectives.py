@@ -121,6 +121,12 @@ def all_reduce(x: jax.Array, axes: Sequence[str], dim: int | None) -> jax.Array:
     return lax.all_gather(_reduce_to_shard(x, axes, dim), axes, axis=dim, tiled=True)
 
 
+def all_max(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Returns the maximum over `axes`, which all devices along these axes receive."""
+    axes = tuple(axis for axis in axes if axis_size(axis) > 1)
+    return lax.pmax(x, axes) if axes else x
+
+
 def permute(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.Array:
     """Sends `x` along `axis` from the first to the second device of each pair. Its gradient goes the opposite way."""
     return lax.ppermute(x, axis, pairs)

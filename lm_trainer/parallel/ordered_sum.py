@@ -43,7 +43,7 @@ def sum_over_shards(
 
     Each shard sends one slice to every other shard and adds the slices it receives in the fixed order, so the traffic
     equals a ring reduce-scatter. Arrays that have no divisible dimension are flattened, and their sums are replicated.
-    Small arrays are gathered.
+    Small arrays are gathered. Arrays whose `combine` is `maximum` are gathered too, and their maximum is returned.
 
     Args:
         stacked: name -> [shards, ...]; the first axis is sharded over the batch axes, the other axes as in `compute`.
@@ -79,8 +79,8 @@ def sum_parts_over_shards(
     """Same as `sum_over_shards`, for shards that have several partial sums each; the sums are replicated.
 
     Args:
-        stacked: the first partial sums of all shards, the second ones, and so on. A shard with fewer may pass any
-            value.
+        stacked: the first partial sums of all shards, the second ones, and so on. A shard with fewer repeats one of
+            its own.
         shares: division of the terms among the shards.
         param_shardings: as for `sum_over_shards`.
         mesh: device mesh.
@@ -89,7 +89,13 @@ def sum_parts_over_shards(
     dtypes = {name: x.dtype for name, x in stacked[0].items()} if dtypes is None else dtypes
 
     def reduce(local: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:
-        return {name: _sum_parts([part[name][0] for part in local], shares, dtypes[name]) for name in local[0]}
+        return {name: combine_parts(name, [part[name][0] for part in local]) for name in local[0]}
+
+    def combine_parts(name: str, parts: Sequence[jax.Array]) -> jax.Array:
+        if param_shardings[name].combine == "maximum":
+            # A shard with fewer parts repeats one of them.
+            return jnp.max(lax.all_gather(jnp.stack(parts), BATCH_AXES), axis=(0, 1)).astype(dtypes[name])
+        return _sum_parts(parts, shares, dtypes[name])
 
     specs = {name: param_shardings[name].compute for name in stacked[0]}
     in_specs = {name: PartitionSpec(BATCH_AXES, *spec) for name, spec in specs.items()}
@@ -138,6 +144,8 @@ def _sum_leaf(x: jax.Array, sharding: ParamSharding, mesh: Mesh, nodes: int, dty
 
         [8, ...] -> [data 2, replicas 2, 2, ...] -> [replicas 2, data 2, 2, ...] -> [4, 2, ...]
     """
+    if sharding.combine == "maximum":
+        return jnp.max(lax.all_gather(x, BATCH_AXES), axis=0).astype(dtype)
     dim = sharding.scatter_dim
     if dim is None or not _can_scatter(sharding, mesh):
         return _sum_vector(x, batch_shards(mesh), nodes, dtype)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from jax.sharding import Mesh, PartitionSpec
 
@@ -34,6 +35,12 @@ class ParamSharding:
     norm_grid: tuple[int, ...] = ()
     """Number of blocks along each dimension whose squares are summed separately; empty: one along each. No sharding of
     the state is finer, so every block is on one device and no sharding determines the order of additions."""
+    combine: Literal["sum", "maximum"] = "sum"
+    """Operation that combines the gradients of microbatches and devices."""
+
+    def as_maximum(self) -> ParamSharding:
+        """Returns the shardings for a small parameter whose gradients are combined by their maximum."""
+        return replace(self, scatter_dim=None, combine="maximum")
 
 
 def plan_shardings(

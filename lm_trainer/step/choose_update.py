@@ -11,17 +11,20 @@ from lm_trainer.optim import Param
 from lm_trainer.step.base import UpdateRule
 from lm_trainer.step.state.state_sharding import TrainedShardings
 from lm_trainer.step.updates.load import LoadRates, LoadUpdate
+from lm_trainer.step.updates.logit_clip import LogitClips, LogitClipUpdate
 from lm_trainer.step.updates.owned_update import make_owned_update
+from lm_trainer.step.updates.split import split_params
 from lm_trainer.step.updates.update import ReplicatedUpdate, ShardedUpdate, UpdateFn, make_update
 
 
-def choose_update(
+def choose_update(  # noqa: PLR0913 - the parts of a rule
     rule: UpdateRule,
     params: Mapping[str, Param],
     shapes: Mapping[str, jax.ShapeDtypeStruct],
     shardings: TrainedShardings,
     mesh: Mesh,
     loads: LoadRates,
+    clips: LogitClips | None = None,
 ) -> UpdateFn:
     """Builds the update for a rule.
 
@@ -36,7 +39,12 @@ def choose_update(
         shardings: shardings of the state.
         mesh: device mesh.
         loads: parameters that the optimizer does not update; see `LoadUpdate`.
+        clips: further parameters that the optimizer does not update; see `LogitClipUpdate`.
     """
+    if clips:
+        others = split_params(shardings.params, clips)[0]
+        update = choose_update(rule, params, shapes, TrainedShardings(others, shardings.opt_state), mesh, loads)
+        return LogitClipUpdate(update, clips, shapes, shardings, mesh)
     if loads:
         optimized = TrainedShardings({name: shardings.params[name] for name in params}, shardings.opt_state)
         return LoadUpdate(choose_update(rule, params, shapes, optimized, mesh, {}), loads, shardings, mesh)

@@ -44,7 +44,7 @@ from lm_trainer.step.staged.whole_model import whole_model_stages
 from lm_trainer.step.state.model_def import ModelDef, Params
 from lm_trainer.step.state.state_sharding import StateSharding
 from lm_trainer.step.state.train_state import TrainState
-from lm_trainer.step.updates.load import split_loads
+from lm_trainer.step.updates.split import split_params
 from lm_trainer.step.updates.update import Metrics
 
 logger = logging.getLogger(__name__)
@@ -113,14 +113,16 @@ class ElasticStep:
         self._dispatch_to(MeshWide(self.devices) if wide else self.devices)
         param_shardings = {name: sharding.params[name] for name in trainable}
         everywhere = NamedSharding(mesh, PartitionSpec())
-        self._loads = sharding.loads
+        self._measured = sharding.measured
 
         def squares(grads: Params) -> jax.Array:
-            return sum_of_squares(split_loads(grads, self._loads)[0], param_shardings, mesh)
+            return sum_of_squares(split_params(grads, self._measured)[0], param_shardings, mesh)
 
         norm = jax.jit(squares, out_shardings=everywhere)
         self._norm = Program("norm", norm, "numbers")
-        self._update = choose_update(rule, model.optimizer_params(), model.shapes, shardings, mesh, sharding.loads)
+        self._update = choose_update(
+            rule, model.optimizer_params(), model.shapes, shardings, mesh, sharding.loads, sharding.logit_clips
+        )
         # Donates argument 1, the average, because `without_fma` prepends the zero as an argument.
         average = jax.jit(without_fma(ema_update), out_shardings=shardings.params, donate_argnums=1)
         self._average = Program("average", average, "new state", elementwise=True)
@@ -178,7 +180,7 @@ class ElasticStep:
     def part_gradients(self, state: TrainState) -> PartGradients:
         """Returns the gradients of parts of a batch, for the weights of a state. Must be called after compiling."""
         rows, stages = self.plans.at(state.step).rows, self._gradient
-        return PartGradients(stages, self._computing, self._prepare_params(state), rows, state.step, self._loads)
+        return PartGradients(stages, self._computing, self._prepare_params(state), rows, state.step, self._measured)
 
     def squares(self, grads: Params) -> jax.Array:
         """Returns the sum of squares of summed gradients, a float32 scalar, as in a step."""
@@ -213,7 +215,7 @@ class ElasticStep:
         params, opt_state, metrics = self._update(state.params, state.opt_state, grads, curvature, scalars)
         done = TrainState(state.step + 1, params, opt_state, self._update_average(state, params), state.frozen)
         if observer is not None:
-            observer.after_step(observed, split_loads(grads, self._loads)[0], scalars["weight"], done)
+            observer.after_step(observed, split_params(grads, self._measured)[0], scalars["weight"], done)
         return done, metrics
 
     @cached_property

@@ -36,7 +36,9 @@ from lm_trainer.step.loss.gradient import LossFn, MicrobatchFn, Sums, curvature_
 from lm_trainer.step.state.model_def import ModelDef, Params
 from lm_trainer.step.state.state_sharding import StateSharding
 from lm_trainer.step.state.train_state import TrainState, abstract_state
-from lm_trainer.step.updates.load import split_loads, with_loads
+from lm_trainer.step.updates.load import with_loads
+from lm_trainer.step.updates.logit_clip import with_logit_clips
+from lm_trainer.step.updates.split import split_params
 from lm_trainer.step.updates.update import Metrics, make_update
 
 
@@ -76,9 +78,11 @@ class FastStep:
         trainable = sharding.trained.params
         self._gather = GatherWhereRead(model, sharding)
         self._everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+        self._maxima = {name for name, x in sharding.params.items() if x.combine == "maximum"}
         function = loss_and_gradient(model, loss, trainable)
         self._gradient: MicrobatchFn = shard_over_group(function, sharding.mesh, sharding.params, trainable)
-        self._apply = with_loads(make_update(rule.optimizer, rule.tx), sharding.loads)
+        update = with_loads(make_update(rule.optimizer, rule.tx), sharding.loads)
+        self._apply = with_logit_clips(update, sharding.logit_clips)
         state = (*sharding.trained, self._everywhere)
         # Parameters and optimizer state are donated, so that the new state reuses their memory.
         step = jax.jit(self._whole_step, out_shardings=state, donate_argnums=(0, 1))
@@ -203,7 +207,7 @@ class FastStep:
         done = TrainState(state.step + 1, params, opt_state, averaged, state.frozen)
         if observer is not None and observed is not None:
             values, sums = observed
-            grads = split_loads(sums.tree, self._sharding.loads)[0]
+            grads = split_params(sums.tree, self._sharding.measured)[0]
             observer.after_step(values, grads, sums.scalars["weight"], done)
         return done, metrics
 
@@ -221,7 +225,7 @@ class FastStep:
         curvature: Params | None,
     ) -> tuple[Params, optax.OptState, Metrics]:
         scalars, grads = self._sum_over_batch(self._gradient, {**frozen, **params}, batch, step)
-        others = split_loads(grads, self._sharding.loads)[0]
+        others = split_params(grads, self._sharding.measured)[0]
         squares = sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in others.values())
         inputs = {**scalars, "squares": squares, "learning_rate": learning_rate}
         return self._apply(params, opt_state, grads, curvature, inputs)
@@ -254,11 +258,18 @@ class FastStep:
             return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, PartitionSpec(None, BATCH_AXES)))
 
         def add(total: Sums, item: tuple[Batch, jax.Array]) -> tuple[Sums, None]:
-            return jax.tree.map(jnp.add, total, sum_chunk(*item)), None
+            chunk = sum_chunk(*item)
+            scalars = jax.tree.map(jnp.add, total.scalars, chunk.scalars)
+            tree = {
+                name: (jnp.maximum if name in self._maxima else jnp.add)(x, chunk.tree[name])
+                for name, x in total.tree.items()
+            }
+            return Sums(scalars, tree), None
 
         items = (jax.tree.map(split, batch), jnp.arange(chunks))
         zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sum_chunk, batch, 0))
-        return jax.lax.scan(add, zero, items)[0]
+        lowest = {name: jnp.full_like(x, -jnp.inf) for name, x in zero.tree.items() if name in self._maxima}
+        return jax.lax.scan(add, Sums(zero.scalars, {**zero.tree, **lowest}), items)[0]
 
     def _rows_at_once(self, rows: int) -> int:
         """Returns the number of rows that each device computes at once, of a batch of `rows` rows."""

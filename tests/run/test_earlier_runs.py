@@ -107,6 +107,12 @@ def test_newer_keys_leave_the_id_of_a_run_as_it_was() -> None:
         )
 
 
+def test_a_newer_key_of_an_optimizer_leaves_the_id_of_a_run_as_it_was() -> None:
+    assert config_hash(RunConfig.model_validate({"optimizer": {"type": "muon"}})) == "03a13b4b"
+    limited = RunConfig.model_validate({"optimizer": {"type": "muon", "qk_clip": 100}})
+    assert config_hash(limited) != "03a13b4b"
+
+
 @pytest.mark.parametrize(("family", "expected"), [("mixtral", "128f0a67"), ("qwen3_moe", "bb7490d4")])
 def test_newer_settings_of_a_family_leave_the_id_of_a_run_as_it_was(family: str, expected: str) -> None:
     assert config_hash(RunConfig.model_validate({"model": {"type": family}})) == expected

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from lm_trainer.checkpoint.store import Restored
 from lm_trainer.optim import Multipliers
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.build.transfer import Transfer, find_transfer
 from lm_trainer.run.config.run_config import RunConfig, config_hash
+from lm_trainer.run.weights.saved_state import abstract_checkpoint, arrays_to_save, restore_state
 from lm_trainer.step.state.train_state import TrainState, to_host
 from tests.run.scaled_twin import train_twin
 
@@ -153,20 +155,54 @@ def test_at_the_size_of_the_base_all_bits_are_those_of_the_standard(model: dict[
 
 @pytest.mark.slow
 @pytest.mark.optimised
-@pytest.mark.parametrize("gather", ["model", "layer"])
-@pytest.mark.parametrize("optimizer", ["adam", "muon"])
-def test_bits_are_equal_on_every_mesh(gather: str, optimizer: str) -> None:
-    config = make_config(
-        LLAMA,
-        {"type": "completep", "base": LLAMA_BASE},
-        optimizer={"type": optimizer, "warmup": 0},
-        trainer={"train_batch_size": ROWS, "num_train_steps": 3, "elastic_shards": 4, "gather": gather},
-    )
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "gather"),
+    [
+        ("completep", "adam", "model"),
+        ("completep", "adam", "layer"),
+        ("completep", "muon", "model"),
+        ("completep", "muon", "layer"),
+        ("mup", "adam", "layer"),
+        ("mup", "muon", "layer"),
+    ],
+)
+def test_bits_are_equal_on_every_mesh(kind: str, optimizer: str, gather: str) -> None:
+    config = make_transferred(kind, optimizer, gather)
     _, losses, state = train(config)
     for devices in (2, 4):
         _, other_losses, other = train(config, devices)
         assert other_losses == losses
         np.testing.assert_equal(to_host(other.params), to_host(state.params))
+
+
+def make_transferred(kind: str, optimizer: str, gather: str) -> RunConfig:
+    """The configuration of a Llama with a base; the depth is part of the base of CompleteP alone."""
+    base = {key: size for key, size in LLAMA_BASE.items() if kind == "completep" or key != "num_layers"}
+    return make_config(
+        LLAMA,
+        {"type": kind, "base": base},
+        optimizer={"type": optimizer, "warmup": 0},
+        trainer={"train_batch_size": ROWS, "num_train_steps": 3, "elastic_shards": 4, "gather": gather},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "optimizer"), [("mup", "adam"), ("completep", "adam"), ("completep", "muon")])
+def test_a_run_resumed_on_other_devices_has_the_same_bits(kind: str, optimizer: str) -> None:
+    """By layers: two steps on one device, and the third on two, from what a checkpoint holds."""
+    config, batch = make_transferred(kind, optimizer, "layer"), random_batch(ROWS, LENGTH, VOCAB)
+    alone, other = (build_setup(config, VOCAB, jax.devices()[:devices]) for devices in (1, 2))
+    for setup in (alone, other):
+        setup.step.compile(batch)
+    state = alone.init()
+    for _ in range(2):
+        state, _ = alone.take_step(state, batch)
+    shapes = abstract_checkpoint(other)
+    saved = {n: jax.device_put(np.asarray(x), shapes[n].sharding) for n, x in arrays_to_save(state, alone).items()}
+    state, _ = alone.take_step(state, batch)
+    resumed, _ = other.take_step(restore_state(Restored(2, saved, {}), other, other.init), batch)
+    np.testing.assert_equal(to_host(resumed.params), to_host(state.params))
+    np.testing.assert_equal(*(jax.tree.map(np.asarray, x.opt_state) for x in (resumed, state)))
 
 
 def test_the_standard_parametrization_has_the_hash_of_runs_before_there_was_a_choice() -> None:

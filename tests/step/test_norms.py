@@ -63,7 +63,7 @@ class Run:
         self.shardings = {
             name: NamedSharding(mesh, param_sharding.storage) for name, param_sharding in param_shardings.items()
         }
-        sharding: Any = types.SimpleNamespace(mesh=mesh, params=param_shardings, loads={})
+        sharding: Any = types.SimpleNamespace(mesh=mesh, params=param_shardings, measured=())
         self.watcher = Watcher(config, sharding, AXES)
         self.tx = optax.adam(0.1)
         params = self.put(values(0))
@@ -198,7 +198,7 @@ def test_layers_share_a_histogram_when_they_are_not_split():
     ids=str,
 )
 def test_when_it_looks(fields, due):
-    sharding: Any = types.SimpleNamespace(mesh=build_mesh(MeshShape(), jax.devices()[:1]), params={}, loads={})
+    sharding: Any = types.SimpleNamespace(mesh=build_mesh(MeshShape(), jax.devices()[:1]), params={}, measured=())
     watcher = Watcher(WatchConfig(**fields), sharding, {})
     assert [step for step in range(1, 31) if watcher.due(step)] == due
 

@@ -17,12 +17,13 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.models import AnyModel, DecoderConfig
 from lm_trainer.models.peft import module_names
 from lm_trainer.nn.decoder import Decoder
+from lm_trainer.nn.logit_clip import attach_logit_params
 from lm_trainer.nn.lora import attach_lora, is_adapter_param
 from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, token_loss, token_nll
+from lm_trainer.nn.measured import MeasuredParam
 from lm_trainer.nn.nf4 import CodeParam, quantize_linears
 from lm_trainer.nn.quantize import quantize
 from lm_trainer.nn.reference import attach_reference, is_reference_param
-from lm_trainer.nn.router import LoadParam
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.nn.stages import StagedLoss, staged_token_loss, staged_token_nll
 from lm_trainer.objectives.base import PreferenceLossConfig
@@ -58,6 +59,8 @@ def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
     def build() -> nnx.Module:
         model = config.model.build(vocab_size, rngs=nnx.Rngs(key))
         transfer.scale_initial_values(model)
+        if (limit := config.optimizer.logit_limit) is not None:
+            attach_logit_params(model, limit)
         if adapter is not None:
             attach_lora(model, adapter, names, rngs=nnx.Rngs(jax.random.fold_in(key, ADAPTER_KEY)))
             if adapter.base_quantization is not None:
@@ -121,8 +124,8 @@ def trace_module(build: Callable[[], nnx.Module], param_dtype: Any, is_trainable
     def cast() -> nnx.Module:
         model = build()
         for _, variable in nnx.iter_graph(model):
-            # Loads are counts, which no narrow dtype holds; quantized weights have dtypes of their own.
-            if isinstance(variable, nnx.Param) and not isinstance(variable, LoadParam | CodeParam):
+            # No narrow dtype holds measurements; quantized weights have dtypes of their own.
+            if isinstance(variable, nnx.Param) and not isinstance(variable, MeasuredParam | CodeParam):
                 variable.set_value(variable.get_value().astype(param_dtype))
         return model
 

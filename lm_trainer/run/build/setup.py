@@ -57,7 +57,7 @@ from lm_trainer.step.staged.split_loss import SplitLoss
 from lm_trainer.step.state.model_def import ModelDef, Params
 from lm_trainer.step.state.state_sharding import StateSharding, plan_state_sharding
 from lm_trainer.step.state.train_state import TrainState, fresh_params, fresh_state, state_from_params
-from lm_trainer.step.updates.load import split_loads
+from lm_trainer.step.updates.split import split_params
 from lm_trainer.step.updates.update import Metrics
 
 _SAMPLING_BLOCK = 1024
@@ -160,10 +160,10 @@ class TrainingSetup:
         """
         params = state.params
         if self.has_eval_params:
-            others, loads = split_loads(state.params, self.model.loads)
+            others, measured = split_params(state.params, self.model.measured)
             param_sharding = {name: self.sharding.trained.params[name] for name in others}
             evaluated = jax.jit(self.optimizer.eval_params, out_shardings=param_sharding)(others, state.opt_state)
-            params = {**evaluated, **loads}
+            params = {**evaluated, **measured}
         sets = {"": params} if state.averaged is None else {"": params, AVERAGED: state.averaged}
         return {name: {**state.frozen, **weights} for name, weights in sets.items()}
 
@@ -219,6 +219,11 @@ def plan_training(  # noqa: PLR0913 - the parts of a run a user can supply
     Raises:
         UserError: if the batch cannot be distributed over the devices, or a sharding rule does not fit the model.
     """
+    if optimizer.logit_limit is not None and not model.logit_clips:
+        raise UserError(
+            "optimizer.qk_clip needs a model that lm_trainer builds from a configuration, whose attention it can "
+            "measure; remove it"
+        )
     num_params = sum(num_weights(name, x.shape) for name, x in model.shapes.items())
     trainer = resolve_gather(trainer, num_params, layers=_has_known_layers(loss, model))
     plan = trainer.step_plan
@@ -290,11 +295,13 @@ def shard_state(
     )
     trained = {name: x for name, x in model.shapes.items() if name in model.trainable}
     tx = optimizer.build(model.optimizer_params())
-    if model.loads:
+    param_shardings |= {name: param_shardings[name].as_maximum() for name in model.logit_clips}
+    if model.measured:
         # The state of the optimizer has no arrays for parameters that it does not update.
         init = tx.init
-        tx = tx._replace(init=lambda params: init(split_loads(params, model.loads)[0]))
-    return tx, dataclasses.replace(plan_state_sharding(trained, tx, param_shardings, mesh), loads=model.loads)
+        tx = tx._replace(init=lambda params: init(split_params(params, model.measured)[0]))
+    sharding = plan_state_sharding(trained, tx, param_shardings, mesh)
+    return tx, dataclasses.replace(sharding, loads=model.loads, logit_clips=model.logit_clips)
 
 
 def _check_model_parallel(plan: StepPlan, optimizer: Optimizer, model: ModelDef, mesh: Mesh) -> None:

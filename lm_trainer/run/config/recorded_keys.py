@@ -42,6 +42,8 @@ _NEWER_ADAPTER_KEYS = ("base_quantization",)
 """Keys of the adapter that are newer than some recorded runs; null is what these runs did."""
 _NEWER_LOSS_KEYS = ("precompute",)
 """Keys of the loss that are newer than some recorded runs; false is what these runs did."""
+_NEWER_OPTIMIZER_KEYS = ("qk_clip",)
+"""Keys of the optimizer that are newer than some recorded runs; null is what these runs did."""
 _CURRENT_SPELLING = {"layerwise": "elastic"}
 """Current values of `determinism`, by former value."""
 _FAMILIES = {family.model_fields["type"].default: family for family in MODEL_CONFIGS}
@@ -132,9 +134,10 @@ def without_newer_defaults(identity: Mapping[str, Any], trainer: TrainerConfig, 
     sections = {key: value for key, value in identity.items() if _ONLY_CHOICES.get(key, ...) != value}
     if isinstance(data := identity.get("data"), Mapping):
         sections["data"] = data_without_newer_defaults(data)
-    if isinstance(adapter := sections.get("adapter"), Mapping):
-        newer = {key for key in _NEWER_ADAPTER_KEYS if adapter.get(key) is None}
-        sections["adapter"] = {key: value for key, value in adapter.items() if key not in newer}
+    for name, keys in (("adapter", _NEWER_ADAPTER_KEYS), ("optimizer", _NEWER_OPTIMIZER_KEYS)):
+        if isinstance(section := sections.get(name), Mapping):
+            newer = {key for key in keys if section.get(key) is None}
+            sections[name] = {key: value for key, value in section.items() if key not in newer}
     if isinstance(loss := sections.get("loss"), Mapping):
         sections["loss"] = {key: value for key, value in loss.items() if value or key not in _NEWER_LOSS_KEYS}
     if isinstance(recorded_model := sections.get("model"), Mapping):

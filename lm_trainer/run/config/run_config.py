@@ -22,6 +22,7 @@ from lm_trainer.objectives import AnyLoss, NextTokenConfig
 from lm_trainer.optim import AdamConfig, AnyOptimizer
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.run.config.default_shards import with_default_shards
+from lm_trainer.run.config.logit_limit import check_logit_limit
 from lm_trainer.run.config.loss_checks import check_loss
 from lm_trainer.run.config.parametrization import AnyParametrization, StandardConfig, check_parametrization
 from lm_trainer.run.config.recorded_keys import without_newer_defaults
@@ -142,6 +143,11 @@ class RunConfig(Config):
                 f"model.mtp_depth: optimizer.type: {self.optimizer.type} estimates the curvature of the next token's "
                 f"cross-entropy alone; set mtp_depth to 0, or write optimizer.type: sophia-h"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _logits_can_be_clipped(self) -> RunConfig:
+        check_logit_limit(self)
         return self
 
     @model_validator(mode="after")

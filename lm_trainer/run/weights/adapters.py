@@ -25,6 +25,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expand_home
 from lm_trainer.core.tree import named_leaves, nest_named_leaves
 from lm_trainer.models.hf import param_infos
+from lm_trainer.nn.logit_clip import is_largest_logits
 from lm_trainer.nn.lora import adapter_name, is_adapter_param, merge_lora
 from lm_trainer.nn.lora_targets import EMBEDDING, HEAD
 from lm_trainer.nn.nf4 import num_weights
@@ -89,7 +90,8 @@ class BaseCheckpoint:
 
 
 def with_own_loads(weights: Mapping[str, np.ndarray], shapes: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns the weights of another model, with even loads of experts where only this model has loads.
+    """Returns the weights of another model, with first values of the measurements that only this model has: even loads
+    of experts, and logits of 0.
 
     Loads that only the other model has are left out. They affect only the loss that balances the experts.
 
@@ -98,7 +100,9 @@ def with_own_loads(weights: Mapping[str, np.ndarray], shapes: Mapping[str, Any])
         shapes: shapes and dtypes of the parameters of this model.
     """
     even = {name: np.ones(x.shape, x.dtype) for name, x in shapes.items() if is_relative_load(name)}
-    return {**even, **{name: x for name, x in weights.items() if name in shapes or not is_relative_load(name)}}
+    logits = {name: np.zeros(x.shape, x.dtype) for name, x in shapes.items() if is_largest_logits(name)}
+    others = {name: x for name, x in weights.items() if name in shapes or not is_relative_load(name)}
+    return {**even, **logits, **others}
 
 
 def find_base_checkpoint(config: RunConfig, store: CheckpointStore) -> BaseCheckpoint | None:

@@ -26,6 +26,7 @@ from lm_trainer.core.tree import named_leaves, nest_named_leaves
 from lm_trainer.data import Tokenizer, load_tokenizer
 from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.export.settings import HfSettings
+from lm_trainer.nn.logit_clip import is_largest_logits
 from lm_trainer.run.files.find_run import find_checkpoints
 from lm_trainer.run.files.records import read_identity_from_copy
 from lm_trainer.step.state.inference_sharding import inference_shardings
@@ -131,6 +132,10 @@ def _load_step(
         model = ModelDef.trace(lambda: config.model.build(vocab_size, rngs=nnx.Rngs(0)))
         # The model is sharded, because a model that was trained on many devices may not fit on one.
         shapes, shardings = model.shapes, inference_shardings(model, devices)
+        # Verified like the weights, but the model has no such parameters outside of training.
+        measured = {name: x for name, x in _recorded_shapes(record, prefix).items() if is_largest_logits(name)}
+        shapes = {**shapes, **measured}
+        shardings = {**shardings, **dict.fromkeys(measured, SingleDeviceSharding(devices[0]))}
     else:
         shapes = _recorded_shapes(record, prefix)
         shardings = dict.fromkeys(shapes, SingleDeviceSharding(devices[0]))
@@ -141,7 +146,7 @@ def _load_step(
         for name, x in shapes.items()
     }
     restored = read_step(directory, step, like, prefix=prefix)
-    params = {name.removeprefix(prefix): x for name, x in restored.arrays.items()}
+    params = {name.removeprefix(prefix): x for name, x in restored.arrays.items() if not is_largest_logits(name)}
     if config.adapter is not None:
         params = {name: np.asarray(x) for name, x in params.items()}
     copy = local_copy(directory, TOKENIZER) / TOKENIZER

@@ -7,7 +7,7 @@ Shape letters: S is the number of batch shards in one array.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from lm_trainer.step.loss.gradient import STEP_SCALARS, Sums
 from lm_trainer.step.staged.staged_sum import StagedSum
 from lm_trainer.step.staged.stages import PreparedParams
 from lm_trainer.step.state.model_def import Params
-from lm_trainer.step.updates.load import LoadRates, split_loads
+from lm_trainer.step.updates.split import split_params
 
 
 class PartSums(NamedTuple):
@@ -51,7 +51,7 @@ class PartGradients:
         params: all parameters, prepared by `gradient`.
         rows: number of rows in a microbatch.
         step: number of completed steps.
-        loads: rates of the load parameters, whose gradients are numbers of tokens and do not count.
+        measured: names of the parameters whose gradients are measurements, which do not count.
     """
 
     def __init__(
@@ -61,9 +61,10 @@ class PartGradients:
         params: PreparedParams,
         rows: int,
         step: int,
-        loads: LoadRates,
+        measured: Collection[str],
     ):
-        self._gradient, self._devices, self._params, self._step, self._loads = gradient, devices, params, step, loads
+        self._gradient, self._devices, self._params, self._step = gradient, devices, params, step
+        self._measured = measured
         shards = batch_shards(devices.sharding.mesh)
         self._plan = MicrobatchPlan(rows * shards, shards, rows)
 
@@ -80,7 +81,7 @@ class PartGradients:
         groups = (self._devices.devices if isinstance(self._devices, MeshWide) else self._devices).groups
         chosen = [microbatches[group.index] for group in groups]
         placed = self._devices.place(self._plan, [[m.rows] for m in chosen], [[m.index] for m in chosen])
-        tap = _SquaresTap(self._loads)
+        tap = _SquaresTap(self._measured)
         self._gradient.compute_only(self._params, placed, self._step, tap)
         by_group = tap.read()
         return by_group[0] if wide else [sums for group in sorted(by_group) for sums in by_group[group]]
@@ -89,8 +90,8 @@ class PartGradients:
 class _SquaresTap:
     """Receives the sums of microbatches stage by stage, and adds up the squares of their gradients."""
 
-    def __init__(self, loads: LoadRates):
-        self._loads = loads
+    def __init__(self, measured: Collection[str]):
+        self._measured = measured
         self._last_stages: dict[int, Params] = {}
         self._squares: dict[int, list[jax.Array]] = {}
         self._scalars: dict[int, dict[str, jax.Array]] = {}
@@ -98,7 +99,7 @@ class _SquaresTap:
     def __call__(self, group: int, microbatch: Microbatch, sums: Sums) -> None:
         """Receives the sums of one stage of a microbatch, which local group number `group` has computed."""
         del microbatch
-        grads, _ = split_loads(sums.tree, self._loads)
+        grads, _ = split_params(sums.tree, self._measured)
         # Two stages may read a parameter, the embedding and the head: the square of its gradient includes a product.
         # The last stage comes first.
         last_stage = self._last_stages.setdefault(group, grads)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.jax_types import PyTree
-from lm_trainer.parallel.collectives import all_reduce, device_key, group_sum
+from lm_trainer.parallel.collectives import all_max, all_reduce, device_key, group_sum
 from lm_trainer.parallel.mesh import BATCH_AXES, MODEL_PARALLEL_AXES, spec_axes
 from lm_trainer.parallel.sharding import ParamSharding
 from lm_trainer.step.dispatch.model_parallel_limits import ROW_AXES, check_length, check_rows, model_parallel_axes
@@ -84,7 +84,8 @@ def manual_specs(param_shardings: Mapping[str, ParamSharding], mesh: Mesh) -> di
 def sum_over_group(
     tree: Mapping[str, jax.Array], param_shardings: Mapping[str, ParamSharding], mesh: Mesh
 ) -> dict[str, jax.Array]:
-    """Adds gradients over the devices of a group that have the same part of a parameter, in a fixed order.
+    """Adds gradients over the devices of a group that have the same part of a parameter, in a fixed order, or takes
+    their maximum.
 
     Args:
         tree: the terms of this device, under `shard_map`.
@@ -92,10 +93,14 @@ def sum_over_group(
         mesh: mesh of the group.
     """
     axes, specs = model_parallel_axes(mesh.shape), manual_specs(param_shardings, mesh)
-    return {
-        name: all_reduce(x, _unused_axes(specs[name], axes), _find_unsharded_dim(x, param_shardings[name], mesh, axes))
-        for name, x in tree.items()
-    }
+
+    def combine(name: str, x: jax.Array) -> jax.Array:
+        unused = _unused_axes(specs[name], axes)
+        if param_shardings[name].combine == "maximum":
+            return all_max(x, unused)
+        return all_reduce(x, unused, _find_unsharded_dim(x, param_shardings[name], mesh, axes))
+
+    return {name: combine(name, x) for name, x in tree.items()}
 
 
 def _restrict_to_axes(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:

@@ -137,7 +137,7 @@ class StagedSum:
         self._trainable = trainable
         self._stages: Stages | None = None
         self._programs: dict[int, _Programs] = {}
-        add_groups = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
+        add_groups = jax.jit(lambda a, b: jax.tree_util.tree_map_with_path(self._combine, a, b), donate_argnums=0)
         self._add_groups = Program("add turns", add_groups, sums, elementwise=True)
         storage = devices.sharding.storage
         zeros: Callable[[jax.ShapeDtypeStruct], jax.Array] = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
@@ -361,8 +361,18 @@ class StagedSum:
         left, right = self._cast_to_param_dtypes(total.tree), self._cast_to_param_dtypes(item.tree)
         return Sums(
             {name: x + item.scalars[name] for name, x in total.scalars.items()},
-            {name: x + right[name] for name, x in left.items()},
+            {name: self._operation(name)(x, right[name]) for name, x in left.items()},
         )
+
+    def _operation(self, name: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """Returns the operation that combines the gradients of a parameter."""
+        return jnp.maximum if self.devices.sharding.params[name].combine == "maximum" else jnp.add
+
+    def _combine(self, path: jax.tree_util.KeyPath, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Combines scalars, or gradients by the name of their parameter, which is the last key."""
+        key = path[-1]
+        is_gradient = isinstance(key, jax.tree_util.DictKey) and key.key in self._shapes
+        return self._operation(key.key)(a, b) if is_gradient else a + b
 
     def _cast_to_param_dtypes(self, tree: Params) -> Params:
         return {name: x.astype(self._shapes[name].dtype) for name, x in tree.items()}

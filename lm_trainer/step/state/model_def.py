@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import jax
@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.jax_types import PyTree
 from lm_trainer.core.tree import from_named_leaves, named_leaves
+from lm_trainer.nn.logit_clip import LOGIT_CLIP, LogitClip, LogitParam
 from lm_trainer.nn.norm import norm_kinds
 from lm_trainer.nn.read import PARAM_NAME
 from lm_trainer.nn.router import LOAD_RATE, LoadParam
@@ -46,6 +47,9 @@ class ModelDef:
     loads: Mapping[str, float | None] = field(default_factory=dict)
     """Name -> rate of each trained parameter that is set from the load of experts, and not by the optimizer; see
     `lm_trainer.step.updates.load`."""
+    logit_clips: Mapping[str, LogitClip] = field(default_factory=dict)
+    """Name -> clip of each trained parameter that is set from attention logits, and not by the optimizer; see
+    `lm_trainer.step.updates.logit_clip`. The names of its weights are names in the model."""
     multipliers: Mapping[str, Multipliers] = field(default_factory=dict)
     """Name -> multipliers of the optimizer's settings; parameters that are missing here have none."""
 
@@ -81,19 +85,30 @@ class ModelDef:
             if isinstance(variable, LoadParam)
         }
         loads = {name: rate for name, rate in loads.items() if name in trainable}
-        return cls(graphdef, nnx.to_pure_dict(state), axes, norm_kinds(module), build, trainable, loads=loads)
+        clips = {
+            ".".join(map(str, path)): variable.get_metadata(LOGIT_CLIP).within(".".join(map(str, path[:-1])))
+            for path, variable in nnx.to_flat_state(state)
+            if isinstance(variable, LogitParam)
+        }
+        arrays, norms = nnx.to_pure_dict(state), norm_kinds(module)
+        return cls(graphdef, arrays, axes, norms, build, trainable, loads=loads, logit_clips=clips)
 
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns dotted name -> shape and dtype of each parameter."""
         return named_leaves(self.abstract)
 
+    @property
+    def measured(self) -> Collection[str]:
+        """Names of the trained parameters that the optimizer does not update."""
+        return self.loads.keys() | self.logit_clips.keys()
+
     def optimizer_params(self) -> dict[str, Param]:
         """Returns dotted name -> each parameter that the optimizer updates, as it sees it."""
         return {
             name: Param(name, x.shape, self.axes[name], self.norms.get(name), self.multipliers.get(name, Multipliers()))
             for name, x in self.shapes.items()
-            if name in self.trainable and name not in self.loads
+            if name in self.trainable and name not in self.measured
         }
 
     def nest(self, params: Mapping[str, PyTree]) -> PyTree:

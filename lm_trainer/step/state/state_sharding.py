@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.core.jax_types import PyTree
+from lm_trainer.nn.logit_clip import LogitClip
 from lm_trainer.parallel.mesh import spec_axes
 from lm_trainer.parallel.sharding import ParamSharding
 
@@ -40,6 +41,13 @@ class StateSharding:
     """Storage sharding of every parameter, trained or frozen."""
     loads: Mapping[str, float | None] = field(default_factory=dict)
     """As `ModelDef.loads`."""
+    logit_clips: Mapping[str, LogitClip] = field(default_factory=dict)
+    """As `ModelDef.logit_clips`."""
+
+    @property
+    def measured(self) -> Collection[str]:
+        """Names of the trained parameters that the optimizer does not update."""
+        return self.loads.keys() | self.logit_clips.keys()
 
 
 def plan_state_sharding(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.state_sharding import TrainedShardings
+from lm_trainer.step.updates.split import split_params
 from lm_trainer.step.updates.update import Metrics, UpdateFn
 
 LoadRates = Mapping[str, float | None]
@@ -59,12 +59,6 @@ def update_loads(
     }
 
 
-def split_loads(tree: Mapping[str, Any], rates: LoadRates) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits a tree by parameter name into the entries of the optimizer's parameters and of the load parameters."""
-    others = {name: x for name, x in tree.items() if name not in rates}
-    return others, {name: tree[name] for name in tree if name in rates}
-
-
 def with_loads(update: UpdateFn, rates: LoadRates) -> UpdateFn:
     """Returns `update` for parameters among which are load parameters, as one function."""
     if not rates:
@@ -77,8 +71,8 @@ def with_loads(update: UpdateFn, rates: LoadRates) -> UpdateFn:
         curvature: Params | None,
         scalars: Mapping[str, jax.Array],
     ) -> tuple[Params, PyTree, Metrics]:
-        (params, loads), (grads, counts) = split_loads(params, rates), split_loads(grads, rates)
-        curvature = None if curvature is None else split_loads(curvature, rates)[0]
+        (params, loads), (grads, counts) = split_params(params, rates), split_params(grads, rates)
+        curvature = None if curvature is None else split_params(curvature, rates)[0]
         params, opt_state, metrics = update(params, opt_state, grads, curvature, scalars)
         loads, of_load = update_loads(loads, counts, scalars, rates)
         return {**params, **loads}, opt_state, {**metrics, **of_load}
@@ -119,7 +113,7 @@ class LoadUpdate:
         scalars: Mapping[str, jax.Array],
     ) -> tuple[Params, PyTree, Metrics]:
         """Computes the update. Consumes parameters and optimizer state."""
-        split = partial(split_loads, rates=self._rates)
+        split = partial(split_params, names=self._rates)
         (params, loads), (grads, counts) = split(params), split(grads)
         curvature = None if curvature is None else split(curvature)[0]
         needed = {name: scalars[name] for name in ("loss", "squares")}

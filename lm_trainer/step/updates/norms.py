@@ -59,7 +59,7 @@ class Watcher:
 
     def __init__(self, config: WatchConfig, sharding: StateSharding, axes: Mapping[str, tuple[str | None, ...]]):
         self._config, self._mesh, self._layouts = config, sharding.mesh, sharding.params
-        self._loads = sharding.loads
+        self._measured = sharding.measured
         self._layered = {name for name, names in axes.items() if names[:1] == ("layers",)}
         self._copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
         self._measure = jax.jit(self._values, out_shardings=NamedSharding(self._mesh, PartitionSpec()))
@@ -106,7 +106,7 @@ class Watcher:
     def _inputs(self, before: Params | None, grads: Params, state: TrainState) -> _Inputs:
         """Returns the arrays from which the targets are measured."""
         targets = self._config.watch_targets
-        params, grads = ({n: x for n, x in tree.items() if n not in self._loads} for tree in (state.params, grads))
+        params, grads = ({n: x for n, x in tree.items() if n not in self._measured} for tree in (state.params, grads))
         return {
             "before": before,
             "grads": grads if "grads" in targets else None,
