@@ -4,8 +4,8 @@ Each device sends a token once to each device that has any of its experts, and r
 it. Rows are sorted by sender and then by position, so the order of all additions depends only on the microbatch and on
 the number of devices along the axis `expert`.
 
-Shape letters: M tokens of this device, K experts per token, G devices along the axis `expert`, T targets of a token (the
-smaller of K and G), R rows of received tokens (M x G, as many as the devices have), D width of a token.
+Shape letters: M tokens of this device, K experts per token, G devices along the axis `expert`, T targets of a token
+(the smaller of K and G), R rows of received tokens (M x G, as many as the devices have), D width of a token.
 """
 
 from __future__ import annotations
