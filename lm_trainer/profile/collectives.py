@@ -126,8 +126,7 @@ def _pairs(attributes: str) -> list[list[int]]:
 
 
 def _find_collectives(program: Program) -> Iterator[tuple[Instruction, Computation, float]]:
-    """Yields the collectives of a program, including those inside fusions, each with its computation and number of runs.
-    """
+    """Yields the collectives of a program, with their computations and numbers of runs, also those in fusions."""
     for op, computation, times in walk_instructions(program):
         if _is_continued(op):
             continue

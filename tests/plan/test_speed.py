@@ -190,7 +190,9 @@ def test_tokens_go_to_the_devices_of_their_experts(recomputes: bool) -> None:
     # Experts and weights of all tokens, and gradients of the weights.
     choices = LAYERS * 3 * 2 * 4 * (2 * (2 if recomputes else 1) + 1)
     of_params = 2 * 3 / 4 * 1000 * 4
-    assert communication(work, MACHINE).activations == pytest.approx((TOKENS / 4 * (rows + choices) + of_params) / 0.4e6)
+    assert communication(work, MACHINE).activations == pytest.approx(
+        (TOKENS / 4 * (rows + choices) + of_params) / 0.4e6
+    )
 
 
 def test_more_devices_are_faster_and_slower_ones_are_not():
