@@ -20,7 +20,7 @@ from lm_trainer.parallel.row_exchange import exchange_rows, plan_exchange
 from lm_trainer.parallel.target_platform import compiling_for
 from tests.nn.common import built, make_init
 
-D, F, E, G, ROWS, LENGTH = 12, 10, 8, 4, 8, 5
+D, F, E, G, ROWS, LENGTH = 12, 10, 8, 4, 8, 20
 TOKENS = ROWS * LENGTH
 ROUTER = RouterSpec(scores="sigmoid", renormalize=False)
 SHARED = PartitionSpec("expert")
@@ -32,7 +32,8 @@ def routes(name: str, top_k: int) -> np.ndarray:
     """Experts of each token, [TOKENS, top_k]."""
     rng = np.random.default_rng(0)
     if name == "one_takes_all":
-        return np.tile((5 + np.arange(top_k)) % E, (TOKENS, 1))
+        # One expert, or both experts of one device.
+        return np.tile(4 + np.arange(top_k), (TOKENS, 1))
     # Experts 2 and 3, all of the second device, have no token.
     share = np.array([0.4, 0.2, 0, 0, 0.2, 0.1, 0.05, 0.05]) if name == "unequal" else np.full(E, 1 / E)
     return np.array([rng.choice(E, top_k, replace=False, p=share) for _ in range(TOKENS)])
@@ -74,6 +75,7 @@ def on_several_devices(graph: nnx.GraphDef[Moe], mesh: Mesh) -> Callable[..., An
         pytest.param("grouped", "equal", 2, False, 1, marks=pytest.mark.slow),
         ("grouped", "unequal", 2, False, 1),
         pytest.param("grouped", "one_takes_all", 1, False, 1, marks=pytest.mark.slow),
+        pytest.param("grouped", "one_takes_all", 2, False, 1, marks=pytest.mark.slow),
         pytest.param("grouped", "unequal", 5, False, 1, marks=pytest.mark.slow),
         ("grouped", "unequal", 2, True, 1),
         pytest.param("grouped", "unequal", 2, False, 2, marks=pytest.mark.slow),
