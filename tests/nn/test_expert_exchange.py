@@ -42,7 +42,7 @@ def routes(name: str, top_k: int) -> np.ndarray:
 def moe_and_tokens(spec: MoeSpec, route: str) -> tuple[nnx.GraphDef[Moe], Params, np.ndarray]:
     """Experts whose router reads its logits from the first values of a token."""
     graph, params = nnx.split(built(lambda: Moe(spec, D, init=make_init(0.5))), nnx.Param)
-    x = np.random.default_rng(1).standard_normal((TOKENS, D), np.float32)
+    x = np.random.default_rng(1).uniform(-2.0, 2.0, (TOKENS, D)).astype(np.float32)
     np.put_along_axis(x[:, :E], routes(route, spec.top_k), 3.0 + 0.1 * np.arange(spec.top_k, dtype=np.float32), axis=1)
     return graph, nnx.to_pure_dict(params) | {"router": jnp.eye(D, E)}, x.reshape(ROWS, LENGTH, D)
 
