@@ -24,12 +24,15 @@ class Slots(NamedTuple):
     """int32 number of slots of each expert, without empty slots."""
 
 
-def assign_slots(experts_A: jax.Array, num_experts: int, *, align: int = 1, multiple: int = 1) -> Slots:
+def assign_slots(
+    experts_A: jax.Array, num_experts: int, *, limit: int | None = None, align: int = 1, multiple: int = 1
+) -> Slots:
     """Assigns slots in the order of the experts, and of the tokens for each expert.
 
     Args:
         experts_A: expert of each assignment; numbers below 0, or of `num_experts` and above, get no slot.
         num_experts: number of experts.
+        limit: maximum number of assignments that get a slot. None: all of them.
         align: the slots of each expert start at a multiple of this number.
         multiple: the number of slots is a multiple of this number.
     """
@@ -45,7 +48,8 @@ def assign_slots(experts_A: jax.Array, num_experts: int, *, align: int = 1, mult
     aligned_ends_E = jnp.cumsum(aligned_E)
     aligned_starts_E = aligned_ends_E - aligned_E
     # Every expert may add up to `align` - 1 empty slots.
-    slots = -(-(count + num_experts * (align - 1)) // multiple) * multiple
+    used = count if limit is None else limit
+    slots = -(-(used + num_experts * (align - 1)) // multiple) * multiple
     positions_P = jnp.arange(slots, dtype=jnp.int32)
     expert_P = jnp.minimum(jnp.searchsorted(aligned_ends_E, positions_P, side="right"), num_experts - 1)
     offset_P = positions_P - aligned_starts_E[expert_P]

@@ -17,6 +17,7 @@ from flax import nnx
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.attention_kernel import first_reason, is_differentiating_twice
+from lm_trainer.nn.expert_exchange import return_results, send_tokens
 from lm_trainer.nn.expert_slots import assign_slots, slots_to_assignments, tokens_to_slots
 from lm_trainer.nn.expert_spec import MoeSpec, SharedExpertSpec
 from lm_trainer.nn.grouped_product import KERNELS, GroupedKernel
@@ -34,7 +35,7 @@ from lm_trainer.nn.router import (
     select_experts,
 )
 from lm_trainer.nn.spec import MlpSpec
-from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size, reduce_scatter
+from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size
 from lm_trainer.parallel.local_rows import map_local_rows
 from lm_trainer.parallel.target_platform import target_platform
 
@@ -107,13 +108,24 @@ class Moe(nnx.Module):
     def _mix_experts(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
         """Adds the results of the experts of each token, weighted by the router.
 
-        If devices share the experts, each device computes its local experts for the tokens of all devices, and receives
-        the sums of its local tokens. Tokens are never dropped, and only tokens are communicated.
+        If devices share the experts, each device computes its local experts for the tokens that chose them, and
+        receives the sums of its local tokens. Tokens are never dropped.
         """
-        x_MD, experts_MK, weights_MK = (all_gather(x, "expert", 0) for x in (x_MD, experts_MK, weights_MK))
+        if axis_size("expert") == 1:
+            return self._compute_experts(x_MD, experts_MK, weights_MK)
+        # Each device along the batch axes exchanges its own rows only.
+        send = functools.partial(send_tokens, num_local=self.gate[...].shape[0])
+        received = map_local_rows(send, (x_MD, experts_MK, weights_MK), ())
+        y_RD = self._compute_experts(received.x_RD, received.experts_RK, received.weights_RK)
+        # The tokens of this device come first, so that rows are divided, or not, as above.
+        return_rows = lambda _, *results: return_results(*results)  # noqa: E731
+        return map_local_rows(return_rows, (experts_MK, y_RD, received.slots, received.exchange), ())
+
+    def _compute_experts(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
+        """Adds the results of the experts on this device, weighted by the router."""
         kernel = _choose_kernel(self.spec)
         if kernel == "dense":
-            return reduce_scatter(self._compute_dense_experts(x_MD, experts_MK, weights_MK), "expert", 0)
+            return self._compute_dense_experts(x_MD, experts_MK, weights_MK)
         # Inside the map: sorting the rows of all devices together would send every token to every device.
         biases = (self.gate_bias, self.up_bias, self.down_bias)
         weights = [read_adapted(w, adapter, x_MD.dtype) for w, adapter in self._expert_weights()]
@@ -127,7 +139,7 @@ class Moe(nnx.Module):
         else:
             y_MKD = map_local_rows(compute, (x_MD, experts_MK), weights)
             y_MD = jnp.sum(y_MKD * weights_MK[..., None].astype(y_MKD.dtype), axis=1)
-        return reduce_scatter(y_MD, "expert", 0)
+        return y_MD
 
     def _expert_weights(self) -> tuple[tuple[nnx.Param, WeightLora | None], ...]:
         """The weights gate, up and down of all experts, with their adapters."""
@@ -171,7 +183,9 @@ class Moe(nnx.Module):
         experts_A, count = experts_MK.reshape(-1), weights[0].shape[0]
         if axis_size("expert") > 1:
             experts_A = experts_A - axis_index("expert") * count
-        slots = assign_slots(experts_A, count, align=kernel.align, multiple=kernel.multiple)
+        # A token has at most `count` experts on this device.
+        limit = experts_MK.shape[0] * min(experts_MK.shape[1], count)
+        slots = assign_slots(experts_A, count, limit=limit, align=kernel.align, multiple=kernel.multiple)
         x_PD = tokens_to_slots(x_MD, slots)
         # No expert for an empty slot, whose result must be zero.
         expert_of_rows = lambda: jnp.where(slots.assignment_P < experts_A.shape[0], slots.expert_P, count)  # noqa: E731

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
@@ -12,17 +12,21 @@ from jax.sharding import PartitionSpec
 from lm_trainer.parallel.mesh import BATCH_AXES
 
 Tree = TypeVar("Tree")
+Arrays: TypeAlias = "jax.Array | tuple[Arrays, ...]"
 
 
-def map_local_rows(function: Callable[..., Tree], rows: Sequence[jax.Array], replicated: Sequence[jax.Array]) -> Tree:
+def map_local_rows(
+    function: Callable[..., Tree], rows: tuple[jax.Array, *tuple[Arrays, ...]], replicated: Sequence[jax.Array]
+) -> Tree:
     """Computes `function(*rows, *replicated)` on each device along the batch axes, for the rows on this device.
 
     In a program for one device, or for a microbatch on one device, this is an ordinary call.
 
     Args:
-        function: function of arrays. The first dimension of its results is the rows, and each row must depend only on
-            the same row of the arguments.
-        rows: arrays whose first dimension is the rows of the batch, or several elements per row.
+        function: function of arrays. The first dimension of its results must be divided among the devices like the
+            rows, and each part must depend only on the rows of the same device.
+        rows: arrays whose first dimension is the rows of the batch, or several elements per row; or tuples of results
+            of another call.
         replicated: arrays that are replicated on all devices; their gradients are summed over the devices.
     """
     mesh = jax.typeof(rows[0]).sharding.mesh

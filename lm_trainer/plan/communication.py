@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lm_trainer.nn.expert_spec import MoeSpec
 from lm_trainer.nn.mixer_spec import softmax_specs
+from lm_trainer.nn.spec import MlpSpec
 from lm_trainer.plan.layout_work import LayoutWork
 from lm_trainer.plan.machine import Machine
 from lm_trainer.profile.devices import NODE, device_platform
+from lm_trainer.profile.expert_kernels import expected_targets
 
 _FLOAT32 = 4
 
@@ -93,11 +96,23 @@ def _context_parallel_seconds(work: LayoutWork, machine: Machine) -> float:
 
 
 def _expert_parallel_seconds(work: LayoutWork, machine: Machine) -> float:
-    """Returns the time of expert parallelism: tokens go to all devices that share experts, and sums return; twice."""
+    """Returns the time of sending tokens to the devices of their experts, and the results back; twice."""
     size = work.sizes["expert"]
-    passes = (3 if work.recomputes else 2) * (work.itemsize + _FLOAT32)
-    sent = (size - 1) * work.tokens * work.spec.hidden_dim * work.spec.num_routers * passes
-    return sent / machine.link_bandwidth(size, work.tensor)
+    sent = work.tokens * sum(_exchanged_bytes(block.mlp, work) for block in work.spec.all_blocks)
+    return sent / machine.link_bandwidth(size, work.tensor, exchange=True)
+
+
+def _exchanged_bytes(mlp: MlpSpec | MoeSpec | None, work: LayoutWork) -> float:
+    """Returns the bytes that a device sends for each of its tokens, for the experts of a layer."""
+    size = work.sizes["expert"]
+    if size == 1 or not isinstance(mlp, MoeSpec):
+        return 0.0
+    # Tokens and gradients of results go out, results and gradients of tokens come back. Results are not needed again.
+    passes = 4 + (1 if work.recomputes else 0)
+    rows = expected_targets(mlp, size) * (size - 1) / size * work.spec.hidden_dim * work.itemsize * passes
+    # All devices receive the experts and weights of all tokens, as 4 bytes each, and return gradients of the weights.
+    choices = (size - 1) * mlp.top_k * _FLOAT32 * (2 * (2 if work.recomputes else 1) + 1)
+    return rows + choices
 
 
 def _gradient_sum_seconds(work: LayoutWork, machine: Machine) -> float:

@@ -188,7 +188,7 @@ def estimate_temporary(  # noqa: PLR0913 - a microbatch and its devices
     # These axes divide rows or positions, whereas tensor parallelism divides heads and the width of the MLP.
     tokens //= math.prod(axes.get(axis, 1) for axis in MODEL_PARALLEL_AXES)
     tensor, narrow = axes.get("model", 1), itemsize < _FLOAT32
-    layout = _BlockLayout(spec.hidden_dim, model.seq_len, itemsize, tensor, fused, platform)
+    layout = _BlockLayout(spec.hidden_dim, model.seq_len, itemsize, tensor, axes.get("expert", 1), fused, platform)
     blocks = [layout.sizes(block) for block in spec.blocks]
     in_block = [tokens * (itemsize * block.inside + block.scores) for block in blocks]
     # Logits and their gradient are float32, and exist for one block of tokens at a time.
@@ -241,14 +241,16 @@ class _BlockLayout(NamedTuple):
     """Number of bytes per element in the compute dtype."""
     tensor: int
     """Number of devices that share heads and the width of the MLP."""
+    expert: int
+    """Number of devices that share the experts."""
     fused: bool
     """True if attention uses a kernel that stores no scores."""
     platform: str
 
     def sizes(self, block: BlockSpec) -> _BlockSizes:
         mixer, mlp = _mixer_sizes(block.mixer, self.seq_len), block.mlp
-        mlp_width = 0 if mlp is None else computed_mlp_width(mlp, self.platform)
-        copies = 0 if mlp is None else expert_copies(mlp, self.hidden, self.platform)
+        mlp_width = 0 if mlp is None else computed_mlp_width(mlp, self.platform, self.expert)
+        copies = 0 if mlp is None else expert_copies(mlp, self.hidden, self.platform, self.expert)
         # Scores of the current layer before and after the softmax, in float32, and also in the dtype of products if it
         # differs. A ring holds the scores of only one block of keys.
         fused = self.fused and mixer.may_be_fused

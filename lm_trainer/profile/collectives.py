@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from lm_trainer.profile.hlo import (
     ARRAY,
+    Computation,
     Instruction,
     Program,
     array_bytes,
@@ -18,7 +19,9 @@ from lm_trainer.profile.hlo import (
 from lm_trainer.profile.replica_groups import replica_groups
 
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-_KIND = re.compile(rf"({'|'.join(_KINDS)})(-start)?")
+_RAGGED = "ragged-"
+"""Prefix of an all-to-all that sends only rows in use."""
+_KIND = re.compile(rf"({_RAGGED})?({'|'.join(_KINDS)})(-start)?")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _SENT: Mapping[str, Callable[[float, int], float]] = {
     "all-gather": lambda size, n: size * (n - 1) / n,
@@ -79,14 +82,22 @@ class Transfer(NamedTuple):
 def list_transfers(hlo: str) -> list[Transfer]:
     """The collectives of an optimised program.
 
+    The number of rows that a ragged all-to-all sends is not known: its arrays have room for the most rows. It counts as
+    if the smaller array were full, which it is if every device sends as many rows as it can and receives as many.
+
     Raises:
         ValueError: if a collective's devices cannot be parsed from its line.
     """
     transfers = []
-    for op, times in _find_collectives(parse_program(hlo)):
-        kind, start = _KIND.fullmatch(op.opcode).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    for op, computation, times in _find_collectives(parse_program(hlo)):
+        ragged, kind, start = _KIND.fullmatch(op.opcode).groups()  # pyright: ignore[reportOptionalMemberAccess]
         groups = _pairs(op.attributes) if kind == "collective-permute" else replica_groups(op.attributes)
-        transfers.append(Transfer(kind, times * _collective_bytes(op.shape, kind, start), groups))
+        if ragged:
+            # The rows that are sent, and the array that receives rows.
+            size = min(_array_bytes(computation[name].shape) for name in op.operands[:2])
+        else:
+            size = _collective_bytes(op.shape, kind, start)
+        transfers.append(Transfer(kind, times * size, groups))
     return transfers
 
 
@@ -114,17 +125,17 @@ def _pairs(attributes: str) -> list[list[int]]:
     return [[int(source), int(target)] for source, target in pairs] or [[0, 1]]
 
 
-def _find_collectives(program: Program) -> Iterator[tuple[Instruction, float]]:
-    """Yields the collectives of a program, including those inside fusions, each with its number of runs."""
-    for op, _, times in walk_instructions(program):
+def _find_collectives(program: Program) -> Iterator[tuple[Instruction, Computation, float]]:
+    """Yields the collectives of a program, with their computations and numbers of runs, also those in fusions."""
+    for op, computation, times in walk_instructions(program):
         if _is_continued(op):
             continue
         # An all-reduce that the TPU compiler fused with the slice of its result takes as long as a reduce-scatter
         # (Austin et al. 2025, "How to Scale Your Model", part 9).
         scatters = any(name.startswith("all-reduce-scatter") for name in op.called_computations("calls"))
-        for one in (op, *(inner for inner, _ in walk_fusion(program, op))):
+        for one, of in ((op, computation), *walk_fusion(program, op)):
             if _KIND.fullmatch(one.opcode):
-                yield one._replace(opcode="reduce-scatter", shape=op.shape) if scatters else one, times
+                yield one._replace(opcode="reduce-scatter", shape=op.shape) if scatters else one, of, times
 
 
 def _is_continued(op: Instruction) -> bool:
@@ -144,3 +155,7 @@ def _collective_bytes(shape: str, kind: str, start: str | None) -> float:
         arrays = [(dtype, dims) for dtype, dims in arrays if dims or dtype not in ("u32", "s32")]
         arrays = arrays[len(arrays) // 2 :]
     return sum(array_bytes(dtype, dims) for dtype, dims in arrays)
+
+
+def _array_bytes(shape: str) -> float:
+    return sum(array_bytes(dtype, dims) for dtype, dims in ARRAY.findall(shape))

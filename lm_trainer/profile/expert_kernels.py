@@ -58,19 +58,47 @@ def _unneeded_flops(spec: MoeSpec, hidden: int, platform: str) -> int:
             return 0
 
 
-def expert_copies(mlp: MlpSpec | MoeSpec, hidden: int, platform: str) -> int:
-    """Returns the number of values per token in the copies of tokens and results that grouped products need."""
-    if not isinstance(mlp, MoeSpec) or mlp.kernel_on(platform) == "dense":
+def expected_targets(mlp: MoeSpec, devices: int) -> float:
+    """Returns the mean number of devices that have any expert of a token, if all choices of experts are equally likely.
+
+    Args:
+        mlp: the experts.
+        devices: number of devices that share the experts.
+    """
+    elsewhere = mlp.num_experts - mlp.num_experts // devices
+    return devices * (1 - math.comb(elsewhere, mlp.top_k) / math.comb(mlp.num_experts, mlp.top_k))
+
+
+def expert_copies(mlp: MlpSpec | MoeSpec, hidden: int, platform: str, devices: int = 1) -> int:
+    """Returns the number of values per token in the copies of tokens and results for the experts of a layer.
+
+    Args:
+        mlp: the MLP or the experts.
+        hidden: width of a token.
+        platform: platform of the devices.
+        devices: number of devices that share the experts.
+    """
+    if not isinstance(mlp, MoeSpec):
         return 0
-    return 2 * mlp.top_k * hidden
+    copies = 0 if mlp.kernel_on(platform) == "dense" else _max_assignments(mlp, devices)
+    if devices > 1:
+        # The sent tokens and returned results of this device, and the received tokens and their results.
+        copies += min(mlp.top_k, devices) + devices
+    return 2 * copies * hidden
 
 
-def computed_mlp_width(mlp: MlpSpec | MoeSpec, platform: str) -> int:
-    """Returns the width of the MLP that a device computes for a token, over experts and the shared expert.
+def computed_mlp_width(mlp: MlpSpec | MoeSpec, platform: str, devices: int = 1) -> int:
+    """Returns the width of the MLP that a device has memory for per token, over experts and the shared expert.
 
-    The kernel `dense` computes all experts, and other kernels the experts that the token chose.
+    The kernel `dense` computes all experts. Other kernels compute the experts that a token chose; if devices share the
+    experts, each has memory for all tokens that the others might send.
     """
     if not isinstance(mlp, MoeSpec):
         return mlp.hidden_dim
-    experts = mlp.num_experts if mlp.kernel_on(platform) == "dense" else mlp.top_k
+    experts = mlp.num_experts if mlp.kernel_on(platform) == "dense" else _max_assignments(mlp, devices)
     return mlp.hidden_dim * experts + (0 if mlp.shared is None else mlp.shared.hidden_dim)
+
+
+def _max_assignments(mlp: MoeSpec, devices: int) -> int:
+    """Returns the maximum number of assignments that a device computes, per token of its own."""
+    return devices * min(mlp.top_k, mlp.num_experts // devices)

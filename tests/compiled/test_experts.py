@@ -11,11 +11,13 @@ import pytest
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
+from benchmarks import compiled_exchange
 from lm_trainer.nn.expert_spec import ExpertKernel, MoeSpec
 from lm_trainer.nn.moe import Moe
 from lm_trainer.parallel.target_platform import compiling_for
 from lm_trainer.plan.devices import parse_devices
 from lm_trainer.plan.programs import ProgramWork
+from lm_trainer.profile.collectives import bytes_sent
 from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.expert_kernels import TRITON
 from lm_trainer.step.dispatch.repeatable import compile_repeatable
@@ -68,3 +70,18 @@ def test_a_gpu_computes_only_the_chosen_experts(target: str) -> None:
     assert works[0].flops / useful == pytest.approx(1 + empty, rel=0.02)
     assert works[1].flops / useful == pytest.approx(E / K, rel=0.02)
     assert works[0].num_bytes < works[1].num_bytes
+
+
+@pytest.mark.parametrize("target", ["v5e:2x2", "4xH100"])
+def test_devices_that_share_experts_exchange_chosen_tokens(target: str) -> None:
+    described(target)
+    case = compiled_exchange.Case(target, 4, 512, 256, 512, 8, 2)
+    program = compiled_exchange.compile_experts(case).as_text() or ""
+    # Tokens, results, and their gradients. Gathers would bring whole tokens to other devices.
+    assert len(re.findall(r" ragged-all-to-all(?:-start)?\(", program)) == 4
+    sent, choices = bytes_sent(program), 3 * 512 * 2 * 4
+    router = 4 * 256 * 8
+    rows = 4 * 3 / 4 * 512 * 2 * 256 * 2
+    assert rows <= sent["all-to-all"] <= rows + choices + router
+    assert sent["all-gather"] <= 2 * choices + router
+    assert case.expected <= rows < case.gathered

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import combinations
 
 import jax
 import pytest
@@ -10,9 +11,11 @@ import pytest
 from benchmarks.plan_error import config_of
 from lm_trainer.core.errors import UserError
 from lm_trainer.models import DeepseekV2Config, DeepseekV3Config
+from lm_trainer.nn.expert_spec import MoeSpec
 from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.plan.estimate import Traces, estimate_step, estimate_temporary
 from lm_trainer.plan.run import Assumptions, plan_run
+from lm_trainer.profile.expert_kernels import expected_targets
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from lm_trainer.run.config.run_config import RunConfig
 
@@ -74,6 +77,31 @@ def test_temporary_memory_of_each_kind_of_layer() -> None:
     dense = dense.model_copy(update={"model": dense.model.model_copy(update={"expert_kernel": "dense"})})
     on_gpu = temporary_memory(dense, "gpu")
     assert on_gpu["layer 1 gradient"] == 2 * LENGTH * (outside_mlp + 3 * (ROUTED + 1) * 2048)
+
+
+@pytest.mark.parametrize("devices", [4, 128])
+def test_devices_that_share_experts_have_room_for_all_tokens(devices: int) -> None:
+    def inside(kernel: str, expert: int) -> int:
+        config = step(8)
+        config = config.model_copy(update={"model": config.model.model_copy(update={"expert_kernel": kernel})})
+        axes = {"expert": expert}
+        memory = estimate_temporary(config, VOCAB, 2, LENGTH * expert, fused=True, platform="tpu", axes=axes)
+        return memory["layer 1 gradient"]
+
+    # For each token of a device: tokens that it sends and receives, and their results.
+    exchanged = 2 * LENGTH * 2 * (devices + min(devices, CHOSEN)) * HIDDEN
+    assert inside("dense", devices) - inside("dense", 1) == exchanged
+    # A token of any device can have all of its experts on one device, but no more than the device has.
+    assignments = {4: 4 * CHOSEN, 128: 128 * 2}[devices]
+    of_assignment = 2 * LENGTH * (2 * HIDDEN + 3 * 2048)
+    assert inside("grouped", devices) - inside("grouped", 1) == exchanged + (assignments - CHOSEN) * of_assignment
+
+
+@pytest.mark.parametrize(("experts", "top_k", "devices"), [(8, 2, 4), (8, 3, 2), (6, 6, 3), (4, 1, 4)])
+def test_expected_targets_equal_the_mean_over_all_choices(experts: int, top_k: int, devices: int) -> None:
+    owners = [{expert // (experts // devices) for expert in choice} for choice in combinations(range(experts), top_k)]
+    expected = sum(map(len, owners)) / len(owners)
+    assert expected_targets(MoeSpec(8, experts, top_k), devices) == pytest.approx(expected)
 
 
 def seconds_of_step(kind: str, kernel: str) -> float:

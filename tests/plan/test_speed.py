@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.plan_error import VOCAB, config_of
+from lm_trainer.plan.communication import communication
 from lm_trainer.plan.layout_work import LayoutWork, Recomputation
 from lm_trainer.plan.machine import Machine
 from lm_trainer.plan.speed import StepCost, step_cost
@@ -177,6 +178,21 @@ def test_tensor_parallelism_sends_sums_and_shares_products():
     # Two microbatches; two sums in each layer and pass; a ring of two sends all of it.
     sums = 2 * 4 * LAYERS * TOKENS * HIDDEN * 2 / 0.4e6
     assert shared.network - alone.network == pytest.approx(sums)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_tokens_go_to_the_devices_of_their_experts(recomputes: bool) -> None:
+    experts = {"type": "mixtral", "n_routed_experts": 4, "num_experts_per_tok": 2}
+    model = {**experts, "gradient_checkpointing": recomputes}
+    work = work_of(model=model, sizes=sizes_of(data=2, expert=4), shards=2, plan=MicrobatchPlan(4, 2, 2))
+    # Two experts are on two of four devices, so a token goes to 2 x 3/4 others, in four or five passes.
+    rows = LAYERS * 2 * 3 / 4 * HIDDEN * 2 * (5 if recomputes else 4)
+    # Experts and weights of all tokens, and gradients of the weights.
+    choices = LAYERS * 3 * 2 * 4 * (2 * (2 if recomputes else 1) + 1)
+    of_params = 2 * 3 / 4 * 1000 * 4
+    assert communication(work, MACHINE).activations == pytest.approx(
+        (TOKENS / 4 * (rows + choices) + of_params) / 0.4e6
+    )
 
 
 def test_more_devices_are_faster_and_slower_ones_are_not():

@@ -67,6 +67,19 @@ def test_lines_as_other_backends_write_them(line: str, expected: float | None) -
     assert sum(bytes_sent(program(line)).values()) == (expected or 0.0)
 
 
+@pytest.mark.parametrize("start", [False, True])
+def test_an_exchange_of_ragged_rows_counts_as_the_smaller_array(start: bool) -> None:
+    result = "((bf16[64,8], bf16[16,8], s64[4]), bf16[16,8])" if start else "bf16[16,8]"
+    exchange = f"ragged-all-to-all{'-start' if start else ''}(%x, %y, %n, %n, %n, /*index=5*/%n)"
+    text = program(
+        "%x = bf16[64,8] parameter(0)",
+        "%y = bf16[16,8] parameter(1)",
+        "%n = s64[4] parameter(2)",
+        f"%a = {result} {exchange}, channel_id=1, replica_groups={{{{0,1,2,3}}}}",
+    )
+    assert bytes_sent(text) == {"all-to-all": 16 * 8 * 2 * 3 / 4}
+
+
 def test_a_collective_of_unknown_devices_is_refused() -> None:
     with pytest.raises(ValueError, match="which devices take part cannot be read"):
         bytes_sent(program("%a = f32[16] all-gather(%x), dimensions={0}"))

@@ -37,6 +37,7 @@ LLAMA: dict[str, Any] = {
     "num_kv_heads": 2,
 }
 GEMMA2 = {**LLAMA, "type": "gemma2", "head_dim": 8, "sliding_window": 5}
+GEMMA4 = {**GEMMA2, "type": "gemma4", "global_head_dim": 16, "num_global_kv_heads": 1, "sliding_window_pattern": 3}
 PREFIXED = {**LLAMA, "prefix": 1}
 """Stacks and compiles the first layer by itself."""
 GPT2 = {"type": "gpt2", "seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4}
@@ -123,6 +124,16 @@ def test_bits_are_equal_on_other_meshes(number: int) -> None:
     run = draw_layerwise(number)
     mismatch = difference(run)
     assert mismatch is None, f"{run}: {mismatch}"
+
+
+@pytest.mark.slow
+def test_layers_with_heads_of_other_sizes_have_equal_bits_on_several_devices() -> None:
+    config = config_of(GEMMA4)
+    scalars, grads = gradient(config, 8)
+    one_device = gradient(config)
+    assert scalars == one_device[0]
+    jax.tree.map(np.testing.assert_array_equal, grads, one_device[1])
+    assert_close(one_device, gradient(config_of(GEMMA4, gather="model")))
 
 
 @pytest.mark.slow
