@@ -60,8 +60,8 @@ def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str 
         (before_hopper and runs is not None and runs > 1,
          "it takes the lengths of documents (attn_max_documents) only since Hopper"),
         (blackwell and runs is None and metadata.fixed_order and not metadata.cached,
-         "its backward pass that repeats its bits takes no mask as an array on Blackwell; with model.attn_max_documents "
-         "it takes lengths of documents"),
+         "its backward pass that repeats its bits takes no mask as an array on Blackwell; with "
+         "model.attn_max_documents it takes lengths of documents"),
         (workspace > _MAX_WORKSPACE,
          f"its backward pass that repeats its bits takes {workspace / 2**30:.3g} GiB for a row of {metadata.keys} "
          "positions"),
