@@ -77,8 +77,8 @@ class _Manifest(NamedTuple):
 
     group: str
     """Name of the copy: its step, and a number that is unique to the save."""
-    writer: int
-    """Index of the process."""
+    writer: str
+    """Name of the files: the index of the process."""
     step: int
     base: Base
     parts: tuple[_Part, ...]
@@ -125,7 +125,8 @@ class MemoryCopies:
         self._machines = gather_texts(socket.gethostname())
         self._thread = ThreadPoolExecutor(1, "memory-copies")
         self._writing: Future[None] | None = None
-        self._warned = False
+        self._written, self._warned = True, False
+        self._complete: str | None = None
         self._newest: str | None = None
         self.newest_step: int | None = None
         """Step of the newest copy that was begun or restored."""
@@ -144,20 +145,24 @@ class MemoryCopies:
             base: the newest checkpoint that is complete; without one, nothing is saved.
         """
         self.wait()
-        # The processes may see the end of a background save at different times, so the first one decides. After this
-        # exchange, all of them have written the previous copy.
-        agreed, number = json.loads(gather_texts(json.dumps([base, os.urandom(4).hex()]))[0])
+        answers = [json.loads(text) for text in gather_texts(json.dumps([self._written, base, os.urandom(4).hex()]))]
+        self._written = True
+        # The processes may see the end of a background save at different times, so the first one decides.
+        _, agreed, number = answers[0]
         if agreed is None:
             return
         group = f"{step}-{number}"
-        self._remove_all_but({self._newest, group})
+        # The copy before the last is only removed if all processes have written the last one.
+        if all(answer[0] for answer in answers):
+            self._complete = self._newest
+        self._remove_all_but({self._complete, group})
         contents = [content for name in sorted(arrays) for content in self._parts_to_write(name, arrays[name])]
-        manifest = _Manifest(group, jax.process_index(), step, Base(*agreed), ())
+        manifest = _Manifest(group, str(jax.process_index()), step, Base(*agreed), ())
         self._writing = self._thread.submit(self._write, manifest, contents, dict(record))
         self._newest, self.newest_step = group, step
 
     def wait(self) -> None:
-        """Waits until the last copy is written. A copy that could not be written is logged."""
+        """Waits until the last copy is written. Logs the reason if it could not be written."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -165,6 +170,7 @@ class MemoryCopies:
             writing.result()
         except OSError as error:
             logger.warning("no copy of the state could be kept in %s: %s", self.directory, error)
+            self._written = False
 
     def restore(
         self, like: Mapping[str, jax.ShapeDtypeStruct], newest: int, is_base: Callable[[Base], bool]
@@ -192,7 +198,7 @@ class MemoryCopies:
         usable = json.loads(gather_texts(json.dumps(usable))[0])
         copies = (self._restore_copy(found, like) for found in itertools.compress(newest_first, usable))
         copy = next((copy for copy in copies if copy is not None), None)
-        self._remove_all_but({self._newest})
+        self._remove_all_but({self._complete})
         wait_for_all("copies in memory are removed")
         return copy
 
@@ -204,7 +210,7 @@ class MemoryCopies:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def _parts_to_write(self, name: str, x: jax.Array) -> Iterator[tuple[str, Bounds, np.ndarray]]:
-        """Yields the parts of an array on the devices of this process, and of its neighbor if only it has them."""
+        """Yields the parts of an array on the devices of this process, and those of a neighbor that no one else has."""
         bounds = {device: _bounds(index, x.shape) for device, index in x.sharding.devices_indices_map(x.shape).items()}
         written = set[Bounds]()
         for source, shards in self._sources(x, bounds):
@@ -233,7 +239,9 @@ class MemoryCopies:
             return
         if shift is None:
             if not self._warned:
-                logger.warning("copies in memory do not survive a lost machine: machines have unequal numbers of devices")
+                logger.warning(
+                    "copies in memory do not survive a lost machine: machines have unequal numbers of devices"
+                )
                 self._warned = True
             return
         numbers = {device: number for number, device in enumerate(devices)}
@@ -245,22 +253,23 @@ class MemoryCopies:
     ) -> None:
         directory = self.directory / manifest.group
         directory.mkdir(parents=True, exist_ok=True)
-        parts, offset = list[_Part](), 0
-        with (directory / f"{manifest.writer}.bin").open("wb") as file:
-            for name, bounds, array in contents:
-                content = _bytes_of(array)
-                file.write(content)
-                parts.append(_Part(name, bounds, offset, len(content), zlib.crc32(content)))
-                offset += len(content)
-        text = json.dumps(with_checksum({"manifest": manifest._replace(parts=tuple(parts)), "record": record}))
-        unfinished = directory / f"{manifest.writer}.unfinished"
-        unfinished.write_text(text)
-        unfinished.rename(directory / f"{manifest.writer}.json")
+        try:
+            _write_files(directory, manifest, contents, record)
+        except OSError:
+            # The part that was written takes memory that the next copy needs.
+            for file in directory.glob(f"{manifest.writer}.*"):
+                file.unlink(missing_ok=True)
+            raise
 
     def _list(self) -> list[_Manifest]:
         """Returns the manifests of all copies on this machine."""
-        found = (self._read(path) for path in sorted(self.directory.glob("*/*.json")))
-        return [_Manifest.from_json(content["manifest"]) for content in found if content is not None]
+        contents = ((path, self._read(path)) for path in sorted(self.directory.glob("*/*.json")))
+        # The files that the manifest describes are next to it.
+        return [
+            _Manifest.from_json(content["manifest"])._replace(group=path.parent.name, writer=path.stem)
+            for path, content in contents
+            if content is not None
+        ]
 
     @staticmethod
     def _read(path: Path) -> dict[str, Any] | None:
@@ -285,13 +294,31 @@ class MemoryCopies:
         if len(intact) < len(arrays) or compute_checksums(intact) != record.get("digests"):
             logger.error("the copy of step %s in memory is damaged, and is not used", first.step)
             return None
-        self._newest, self.newest_step = first.group, first.step
+        self._complete = self._newest = first.group
+        self.newest_step = first.step
         return Copy(first.step, intact, record, first.base)
 
     def _remove_all_but(self, groups: set[str | None]) -> None:
         for path in self.directory.glob("*"):
             if path.name not in groups:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _write_files(
+    directory: Path, manifest: _Manifest, contents: Sequence[tuple[str, Bounds, np.ndarray]], record: Mapping[str, Any]
+) -> None:
+    """Writes parts of arrays, then their manifest, whose name makes them complete."""
+    parts, offset = list[_Part](), 0
+    with (directory / f"{manifest.writer}.bin").open("wb") as file:
+        for name, bounds, array in contents:
+            content = _bytes_of(array)
+            file.write(content)
+            parts.append(_Part(name, bounds, offset, len(content), zlib.crc32(content)))
+            offset += len(content)
+    text = json.dumps(with_checksum({"manifest": manifest._replace(parts=tuple(parts)), "record": record}))
+    unfinished = directory / f"{manifest.writer}.unfinished"
+    unfinished.write_text(text)
+    unfinished.rename(directory / f"{manifest.writer}.json")
 
 
 @functools.cache
@@ -373,7 +400,7 @@ def _own_directory(parent: Path, name: str) -> Path:
     directory = parent / name
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
-        owner = directory.stat().st_uid
+        owner = directory.lstat().st_uid
     except OSError as error:
         raise UserError(
             f"trainer.checkpointer.memory.directory: {directory} cannot be created ({error.strerror}); name a "

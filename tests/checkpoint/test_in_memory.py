@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from datetime import timedelta
@@ -12,11 +17,15 @@ import jax
 import numpy as np
 import pytest
 
+from lm_trainer.checkpoint import in_memory
+from lm_trainer.checkpoint.digest import compute_checksums
 from lm_trainer.checkpoint.in_memory import neighbor_shift
 from lm_trainer.checkpoint.policy import CheckpointerConfig, MemoryCopiesConfig
 from lm_trainer.checkpoint.store import CheckpointStore, Restored
 from lm_trainer.core.errors import UserError
+from lm_trainer.launch.supervise import find_free_address
 from tests.checkpoint.steps import abstract_arrays, arrays, sharding_over
+from tests.conftest import lmt_environment
 
 Arrays = dict[str, jax.Array]
 
@@ -141,6 +150,28 @@ def test_a_copy_that_cannot_be_used_gives_way_to_a_checkpoint(
     assert not list(memory.glob("*/*/*")), "it must not come back"
 
 
+def test_a_copy_that_does_not_fit_leaves_the_one_before(
+    open_store: OpenStore, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(directory: Path, *_: object) -> None:
+        (directory / "0.bin").write_text("the first half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with killed(open_store()) as store:
+        save(store, 3, state_of(3))
+        store.save_copy(5, state_of(5), {})
+        for step in (10, 15):
+            store._copies.wait()
+            with monkeypatch.context() as patched:
+                patched.setattr(in_memory, "_write_files", fail)
+                store.save_copy(step, state_of(step), {})
+                store._copies.wait()
+    assert "no copy of the state could be kept" in caplog.text
+    assert {path.parent.name.split("-")[0] for path in memory.glob("*/*/*/*")} == {"5"}
+    with closing(open_store()) as store:
+        assert restore(store).step == 5
+
+
 def test_a_newer_checkpoint_counts_before_a_copy(open_store: OpenStore) -> None:
     with killed(open_store()) as store:
         save(store, 3, state_of(3))
@@ -163,3 +194,37 @@ def test_a_directory_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 )
 def test_a_neighbor_is_at_another_place(places: str, shift: int | None) -> None:
     assert neighbor_shift(tuple(places)) == shift
+
+
+def run_processes(directory: Path, count: int, action: str) -> list[subprocess.CompletedProcess[str]]:
+    address = find_free_address()
+    command = (sys.executable, "-m", "tests.checkpoint.memory_process", address, str(count))
+    running = [
+        subprocess.Popen(
+            [*command, str(index), str(directory), action],
+            env=lmt_environment(devices=2 // count),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(count)
+    ]
+    outputs = [process.communicate(timeout=600) for process in running]
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, *output)
+        for process, output in zip(running, outputs, strict=True)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lost", "processes"), [("0", 2), ("1", 1)])
+def test_the_memory_of_each_machine_is_enough(tmp_path: Path, memory: Path, lost: str, processes: int) -> None:
+    for done in run_processes(tmp_path, 2, "save"):
+        assert done.returncode == -signal.SIGKILL, done.stderr
+    files = {path.name: path for path in memory.glob("*/*/*/*")}
+    assert set(files) == {"0.bin", "0.json", "1.bin", "1.json"}
+    for name in (f"{lost}.bin", f"{lost}.json"):
+        files[name].unlink()
+    for done in run_processes(tmp_path, processes, "restore"):
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout.splitlines()[-1]) == [5, compute_checksums(state_of(5))]
