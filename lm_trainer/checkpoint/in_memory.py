@@ -392,7 +392,7 @@ def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _own_directory(parent: Path, name: str) -> Path:

@@ -45,13 +45,17 @@ def open_store(tmp_path: Path, memory: Path) -> Callable[[], CheckpointStore]:
     return lambda: CheckpointStore(tmp_path / "checkpoints", config)
 
 
+def wait_for_copy(store: CheckpointStore) -> None:
+    assert store._copies is not None
+    store._copies.wait()
+
+
 @contextmanager
 def killed(store: CheckpointStore) -> Iterator[CheckpointStore]:
     """A store whose process ends without closing it."""
     yield store
     store.wait()
-    assert store._copies is not None
-    store._copies.wait()
+    wait_for_copy(store)
 
 
 def state_of(step: int) -> Arrays:
@@ -161,11 +165,11 @@ def test_a_copy_that_does_not_fit_leaves_the_one_before(
         save(store, 3, state_of(3))
         store.save_copy(5, state_of(5), {})
         for step in (10, 15):
-            store._copies.wait()
+            wait_for_copy(store)
             with monkeypatch.context() as patched:
                 patched.setattr(in_memory, "_write_files", fail)
                 store.save_copy(step, state_of(step), {})
-                store._copies.wait()
+                wait_for_copy(store)
     assert "no copy of the state could be kept" in caplog.text
     assert {path.parent.name.split("-")[0] for path in memory.glob("*/*/*/*")} == {"5"}
     with closing(open_store()) as store:
