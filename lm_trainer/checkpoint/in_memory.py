@@ -87,7 +87,7 @@ class _Manifest(NamedTuple):
     def from_json(cls, values: Sequence[Any]) -> _Manifest:
         """Reads a manifest from parsed JSON, in which tuples are lists."""
         group, writer, step, base, parts = values
-        read = (_Part(name, tuple((low, high) for low, high in bounds), *rest) for name, bounds, *rest in parts)
+        read = (_Part(name, tuple((low, high) for low, high in bounds), *position) for name, bounds, *position in parts)
         return cls(group, writer, step, Base(*base), tuple(read))
 
 
@@ -187,16 +187,16 @@ class MemoryCopies:
             for values in json.loads(text):
                 manifest = _Manifest.from_json(values)
                 by_group.setdefault(manifest.group, []).append(_Found(owner, manifest))
-        newest_first = sorted(by_group.values(), key=lambda found: -found[0].manifest.step)
+        newest_first = sorted(by_group.values(), key=lambda group: -group[0].manifest.step)
         usable = [
             is_lead()
-            and found[0].manifest.step > newest
-            and is_base(found[0].manifest.base)
-            and _is_complete([manifest for _, manifest in found], like)
-            for found in newest_first
+            and group[0].manifest.step > newest
+            and is_base(group[0].manifest.base)
+            and _is_complete([manifest for _, manifest in group], like)
+            for group in newest_first
         ]
         usable = json.loads(gather_texts(json.dumps(usable))[0])
-        copies = (self._restore_copy(found, like) for found in itertools.compress(newest_first, usable))
+        copies = (self._restore_copy(group, like) for group in itertools.compress(newest_first, usable))
         copy = next((copy for copy in copies if copy is not None), None)
         self._remove_all_but({self._complete})
         wait_for_all("copies in memory are removed")
@@ -210,7 +210,7 @@ class MemoryCopies:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def _parts_to_write(self, name: str, x: jax.Array) -> Iterator[tuple[str, Bounds, np.ndarray]]:
-        """Yields the parts of an array on the devices of this process, and those of a neighbor that no one else has."""
+        """Yields the parts of an array on the devices of this process, and the parts that only a neighbor has."""
         bounds = {device: _bounds(index, x.shape) for device, index in x.sharding.devices_indices_map(x.shape).items()}
         written = set[Bounds]()
         for source, shards in self._sources(x, bounds):
@@ -235,7 +235,7 @@ class MemoryCopies:
         for device in devices:
             places.setdefault(bounds[device], set()).add(place(device))
         shift = neighbor_shift(tuple(map(place, devices)))
-        if all(len(found) > 1 for found in places.values()):
+        if all(len(holders) > 1 for holders in places.values()):
             return
         if shift is None:
             if not self._warned:
@@ -279,13 +279,13 @@ class MemoryCopies:
             return None
         return content if isinstance(content, dict) and has_valid_checksum(content) else None
 
-    def _restore_copy(self, found: Sequence[_Found], like: Mapping[str, jax.ShapeDtypeStruct]) -> Copy | None:
+    def _restore_copy(self, group: Sequence[_Found], like: Mapping[str, jax.ShapeDtypeStruct]) -> Copy | None:
         """Reads a copy. Returns None in all processes, and logs the reason, if it is damaged."""
-        first = found[0].manifest
-        own = self._read(self.directory / first.group / f"{first.writer}.json")
-        record = json.loads(gather_texts(json.dumps({} if own is None else own["record"]))[found[0].owner])
+        first = group[0].manifest
+        content = self._read(self.directory / first.group / f"{first.writer}.json")
+        record = json.loads(gather_texts(json.dumps({} if content is None else content["record"]))[group[0].owner])
         parts: dict[str, dict[Bounds, _FoundPart]] = {}
-        for owner, manifest in found:
+        for owner, manifest in group:
             file = self.directory / manifest.group / f"{manifest.writer}.bin"
             for part in manifest.parts:
                 parts.setdefault(part.name, {}).setdefault(part.bounds, _FoundPart(owner, file, part))
@@ -338,12 +338,12 @@ def neighbor_shift(places: tuple[Any, ...]) -> int | None:
 
 def _restore_array(like: jax.ShapeDtypeStruct, parts: Sequence[_FoundPart]) -> jax.Array | None:
     """Assembles an array from its parts. Returns None in all processes if a part is damaged."""
-    own = [_read_part(found.file, found.part) for found in parts if found.owner == jax.process_index()]
-    if any_process(None in own):
+    local_parts = [_read_part(file, part) for owner, file, part in parts if owner == jax.process_index()]
+    if any_process(None in local_parts):
         return None
-    owners = [found.owner for found in parts]
-    sent = np.zeros((max(map(owners.count, owners)), max(found.part.size for found in parts)), np.uint8)
-    for row, content in zip(sent, own, strict=False):
+    owners = [owner for owner, _, _ in parts]
+    sent = np.zeros((max(map(owners.count, owners)), max(part.size for _, _, part in parts)), np.uint8)
+    for row, content in zip(sent, local_parts, strict=False):
         row[: len(content or b"")] = np.frombuffer(content or b"", np.uint8)
     received, positions = gather(sent), {owner: itertools.count() for owner in owners}
     full = np.empty(like.shape, like.dtype)
@@ -383,7 +383,7 @@ def _is_complete(manifests: Sequence[_Manifest], like: Mapping[str, jax.ShapeDty
     for manifest in manifests:
         for part in manifest.parts:
             parts.setdefault(part.name, {})[part.bounds] = part.size
-    sizes = {name: sum(found.values()) for name, found in parts.items()}
+    sizes = {name: sum(size_by_bounds.values()) for name, size_by_bounds in parts.items()}
     return sizes == {name: math.prod(x.shape) * x.dtype.itemsize for name, x in like.items()}
 
 
