@@ -3,9 +3,11 @@
     python -m benchmarks.dispatch --step-seconds 6.8
 
 Uses a tiny Llama with negligible computation, but with as many layers and microbatches per device as a large model. The
-remaining time is spent in Python and the runtime. The figures are the processor time of the dispatching thread, which
-excludes other work on the machine. They are upper bounds, because they include small programs that the runtime computes
-in this thread. `--step-seconds` is the step time of the large model on its devices.
+remaining time is spent in Python and the runtime. On accelerators, one program computes a microbatch on all devices of
+a process; on CPUs, each device has its own. Both are measured here, on emulated devices. The figures are the processor
+time of the dispatching thread, which excludes other work on the machine. They are upper bounds, because they include
+small programs that the runtime computes in this thread. `--step-seconds` is the step time of the large model on its
+devices.
 """
 
 from __future__ import annotations
@@ -47,16 +49,24 @@ def config_of(determinism: str, chosen: argparse.Namespace) -> Any:
     )
 
 
-def measure(determinism: str, chosen: argparse.Namespace) -> tuple[float, int]:
-    """Returns the median seconds per step of the dispatching thread, and the number of programs per device and step."""
+def measure(determinism: str, platform: str, chosen: argparse.Namespace) -> tuple[float, int]:
+    """Returns the median seconds per step of the dispatching thread, and the number of programs per device and step.
+
+    Args:
+        determinism: value of `trainer.determinism`.
+        platform: the devices get programs as on this platform.
+        chosen: parsed arguments.
+    """
     import jax
 
     from lm_trainer.plan.memory import StepMemory
     from lm_trainer.profile.workload import random_batch
     from lm_trainer.run.build.setup import build_setup
+    from lm_trainer.step.dispatch.mesh_group import dispatching_for
 
     config = config_of(determinism, chosen)
-    setup = build_setup(config, VOCAB)
+    with dispatching_for(platform):
+        setup = build_setup(config, VOCAB)
     batch = random_batch(config.trainer.train_batch_size, LENGTH, VOCAB)
     setup.step.compile(batch)
     state, seconds = setup.init(), []
@@ -67,7 +77,7 @@ def measure(determinism: str, chosen: argparse.Namespace) -> tuple[float, int]:
         state, metrics = setup.compute_step(state, placed)
         seconds.append(time.thread_time() - started)
         jax.block_until_ready((state.params, metrics))
-    runs = StepMemory(config, VOCAB, jax.devices(), "cpu").run_counts()
+    runs = StepMemory(config, VOCAB, jax.devices(), platform).run_counts()
     # The first two steps only warm up caches.
     return statistics.median(seconds[2:]), sum(runs.values())
 
@@ -88,11 +98,15 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", chosen.devices)
     rows = []
     for determinism in ("layerwise", "elastic"):
-        seconds, programs = measure(determinism, chosen)
-        microseconds = 1e6 * seconds / (programs * chosen.devices)
-        share = seconds / chosen.step_seconds
-        rows.append([determinism, f"{programs}", f"{1000 * seconds:.0f}", f"{microseconds:.0f}", f"{share:.1%}"])
-    heads = ["step", "programs of a device", "ms of the host", "us a program and device", f"of {chosen.step_seconds} s"]
+        for platform in ("cpu", "gpu") if chosen.devices > 1 else ("cpu",):
+            seconds, programs = measure(determinism, platform, chosen)
+            microseconds = 1e6 * seconds / (programs * chosen.devices)
+            share = seconds / chosen.step_seconds
+            kind = "of each device" if platform == "cpu" else "of all devices"
+            figures = [f"{programs}", f"{1000 * seconds:.0f}", f"{microseconds:.0f}", f"{share:.2%}"]
+            rows.append([determinism, kind, *figures])
+    heads = ["step", "programs", "programs of a device", "ms of the host", "us a program and device"]
+    heads.append(f"of {chosen.step_seconds} s")
     print(describe_setting("jax", "jaxlib"), describe_load())
     print(f"\n{chosen.layers} layers, {chosen.microbatches} microbatches on each of {chosen.devices} devices.\n")
     print(markdown_table(heads, rows))

@@ -101,9 +101,10 @@ def check(
         weight_decay_mask(loaded)
     platform = _KERNEL_PLATFORMS.get(loaded.config.model.attn_backend or "")
     if platform is not None and not own_code:
+        from lm_trainer.parallel.target_platform import Target
         from lm_trainer.run.dry_run import check_attention_backend
 
-        check_attention_backend(loaded.config, vocab_size=1, platform=platform)
+        check_attention_backend(loaded.config, vocab_size=1, target=Target(platform))
     if not no_files:
         _check_files(loaded)
     clean.echo(f"{config}: ok")

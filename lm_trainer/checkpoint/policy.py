@@ -9,7 +9,7 @@ from typing import ClassVar
 from pydantic import PositiveInt, model_validator
 
 from lm_trainer.core.bucket import storage_path
-from lm_trainer.core.config import Config, Duration, PositiveDuration, StorageLocation
+from lm_trainer.core.config import Config, Duration, LocalPath, PositiveDuration, StorageLocation
 
 
 class KeepEvery(Config):
@@ -19,6 +19,15 @@ class KeepEvery(Config):
     """Number of steps between permanent checkpoints."""
     until: PositiveInt | None = None
     """Last step that this entry covers; null means no limit."""
+
+
+class MemoryCopiesConfig(Config):
+    """Copies of the state in the memory of the machines, from which the run continues after a process is lost."""
+
+    every: PositiveInt
+    """Number of steps between copies. The next copy replaces the one before the last."""
+    directory: LocalPath = "/dev/shm"
+    """Directory in the memory of each machine (tmpfs), for a subdirectory of the user."""
 
 
 class CheckpointerConfig(Config):
@@ -43,6 +52,10 @@ class CheckpointerConfig(Config):
     grace_period: PositiveDuration = timedelta(seconds=30)
     """For checkpoints in a bucket: the time available for the last save after a stop signal. Set it to the time from
     the signal until the machine is taken away."""
+
+    memory: MemoryCopiesConfig | None = None
+    """Keep copies of the state in the memory of the machines between checkpoints, each part on two machines. null:
+    none."""
 
     absent: ClassVar[Mapping[str, str]] = {
         "create": "use CheckpointStore(Path(config.expanded_path(run_id)), config) of lm_trainer.checkpoint.store",

@@ -13,13 +13,14 @@ import jax
 
 from lm_trainer.checkpoint.digest import compute_checksums
 from lm_trainer.checkpoint.in_bucket import BucketSteps
+from lm_trainer.checkpoint.in_memory import Base, MemoryCopies
 from lm_trainer.checkpoint.on_disk import DiskSteps
 from lm_trainer.checkpoint.pins import pinned_steps
 from lm_trainer.checkpoint.policy import CheckpointerConfig, is_permanent
 from lm_trainer.checkpoint.record import FORMAT, CheckpointError, describe_arrays, root_cause
 from lm_trainer.checkpoint.steps import DirectoryLock, NoLock, Steps, move_damaged_aside
 from lm_trainer.core.bucket import Bucket, StoragePath
-from lm_trainer.core.checksummed import with_checksum
+from lm_trainer.core.checksummed import CHECKSUM, with_checksum
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.parallel.processes import any_process, gather_texts, is_lead, wait_for_all
 
@@ -75,6 +76,10 @@ class CheckpointStore:
         self._config = config
         self._saved_at = time.monotonic()
         self._saving: Future[Any] | None = None
+        self._copies = None if config.memory is None else MemoryCopies(config.memory, str(self.directory))
+        self._begun: Base | None = None
+        self._committed: Base | None = None
+        self._restored: Restored | None = None
         self._lock = lock or NoLock()
         self._writer = self._steps.open_writer(self._all_damaged_error, self._lock)
         earlier = self.steps()
@@ -92,6 +97,8 @@ class CheckpointStore:
 
     def read_record(self, step: int) -> dict[str, Any]:
         """Returns the JSON record of a step, or an empty dict if it is missing or unreadable."""
+        if self._restored is not None and self._restored.step == step:
+            return self._restored.record
         return self._read_record_or_empty(step) if step in self.steps() else {}
 
     def _read_record_or_empty(self, step: int) -> dict[str, Any]:
@@ -137,18 +144,29 @@ class CheckpointStore:
         permanent = is_permanent(step, self._config.keep) or record.get(PERMANENT_KEY, False)
         if permanent:
             self._stay.add(step)
-        fields = {
-            "format": FORMAT,
-            "step": step,
-            "digests": compute_checksums(arrays),
-            "shapes": describe_arrays(arrays),
-        }
-        meta = with_checksum({**fields, **record, PERMANENT_KEY: permanent})
+        meta = with_checksum({**_describe_state(step, arrays), **record, PERMANENT_KEY: permanent})
+        self._begun = Base(step, meta[CHECKSUM])
         try:
             self._saving = self._writer.save(step, arrays, meta)
         except Exception as error:
             raise self._discard_failed_save(error) from error
         self._saved_at = time.monotonic()
+
+    def is_copy_due(self, step: int) -> bool:
+        """Returns True if a copy of the state in memory is due after `step` steps."""
+        return self._copies is not None and self._copies.is_due(step)
+
+    def save_copy(self, step: int, arrays: Arrays, record: Mapping[str, Any]) -> None:
+        """Copies the arrays off the devices, and keeps them in the memory of the machines (`checkpointer.memory`).
+
+        There is no copy before the first checkpoint of the run is complete.
+
+        Raises:
+            MachineError: as for `check_for_errors`.
+        """
+        assert self._copies is not None
+        self.check_for_errors()
+        self._copies.save(step, arrays, with_checksum({**_describe_state(step, arrays), **record}), self._committed)
 
     def check_for_errors(self) -> None:
         """Raises `MachineError` if the save in progress has failed, or another process has taken over the directory.
@@ -180,17 +198,20 @@ class CheckpointStore:
             self._writer.wait()
         except Exception as error:
             raise self._discard_failed_save(error) from error
+        self._committed = self._begun
 
     def close(self) -> None:
         """Waits for the last save and releases the directory."""
         self.wait()
         self._delete_temporary()
+        if self._copies is not None:
+            self._copies.close(None if self._committed is None else self._committed.step)
         self._writer.close()
 
     def restore(
         self, like: Mapping[str, jax.ShapeDtypeStruct], step: int | None = None, *, partial: bool = False
     ) -> Restored | None:
-        """Reads the newest intact checkpoint. Returns None if the directory has no checkpoints.
+        """Reads the newest intact checkpoint, or a newer copy in memory. Returns None if there are no checkpoints.
 
         Damaged checkpoints are logged and moved aside, and the next older one is tried. If no checkpoint can be used,
         all of them are left in place.
@@ -207,6 +228,8 @@ class CheckpointStore:
         steps = self.steps()
         if step is not None and step not in steps:
             raise UserError(f"{self.directory}: there is no checkpoint of step {step} (there are: {steps or 'none'})")
+        if step is None and steps and (copy := self._restore_copy(like, steps[-1])) is not None:
+            return copy
         bad: dict[int, CheckpointError] = {}
         for candidate in [step] if step is not None else reversed(steps):
             try:
@@ -215,10 +238,25 @@ class CheckpointStore:
                 bad[candidate] = error
             else:
                 self._move_damaged_aside(bad)
+                checksum = restored.record.get(CHECKSUM)
+                self._begun = self._committed = None if checksum is None else Base(candidate, checksum)
                 return restored
         if bad:
             raise self._all_damaged_error(bad)
         return None
+
+    def _restore_copy(self, like: Mapping[str, jax.ShapeDtypeStruct], newest: int) -> Restored | None:
+        if self._copies is None:
+            return None
+        copy = self._copies.restore(
+            like, newest, lambda base: self.read_record(base.step).get(CHECKSUM) == base.checksum
+        )
+        if copy is None:
+            return None
+        logger.info("the state of step %s is from memory; the newest checkpoint is of step %s", copy.step, newest)
+        self._begun = self._committed = copy.base
+        self._restored = Restored(copy.step, copy.arrays, copy.record)
+        return self._restored
 
     def _move_damaged_aside(self, bad: Mapping[int, CheckpointError]) -> None:
         if bad:
@@ -256,6 +294,12 @@ class CheckpointStore:
             f"{self.directory}: a checkpoint could not be written: {root_cause(error)}. "
             f"{saved}; {self._writer.remedy} and start again"
         )
+
+
+def _describe_state(step: int, arrays: Arrays) -> dict[str, Any]:
+    """Returns the fields of the record of a state that its arrays determine."""
+    digests, shapes = compute_checksums(arrays), describe_arrays(arrays)
+    return {"format": FORMAT, "step": step, "digests": digests, "shapes": shapes}
 
 
 def _open_steps(directory: StoragePath, config: CheckpointerConfig | None = None) -> Steps:

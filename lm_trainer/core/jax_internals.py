@@ -32,6 +32,44 @@ def cudnn_version() -> int | None:
     return None if cuda_versions is None else int(cuda_versions.cudnn_get_version())
 
 
+def attend_to_documents(
+    q_BSNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    offsets_BM: jax.Array,
+    lengths_BM: jax.Array,
+    *,
+    window: int | None,
+) -> jax.Array:
+    """Computes causal attention inside each of several documents in a row with cuDNN, [B, S, N, H].
+
+    `jax.nn.dot_product_attention` takes one length for each row.
+
+    Args:
+        q_BSNH: queries, already scaled.
+        k_BSKH: keys.
+        v_BSKH: values.
+        offsets_BM: int32 [B, M + 1], the first position of each document in its row; -1 after the last one.
+        lengths_BM: int32 [B, M], the number of positions of each document; -1 after the last one.
+        window: number of positions visible to a query, including its own; None: all earlier ones.
+    """
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
+
+    o_BSNH: Any = dot_product_attention(
+        q_BSNH,
+        k_BSKH,
+        v_BSKH,
+        q_seqlen=lengths_BM,
+        kv_seqlen=lengths_BM,
+        q_offsets=offsets_BM,
+        kv_offsets=offsets_BM,
+        scale=1.0,
+        mask_type=MaskType.PADDING_CAUSAL,
+        sliding_window_length=window,
+    )
+    return o_BSNH
+
+
 def add_checksums_to_cached_programs() -> None:
     """Makes JAX store compiled programs in its cache with a checksum, which zstd compares whenever it reads one.
 

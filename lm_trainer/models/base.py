@@ -176,8 +176,13 @@ class DecoderConfig(Config):
     """Number of queries that attention processes together. Their scores are recomputed in the backward pass, so no
     sequence x sequence scores are saved. Unset: all queries together, with saved scores. The results are the same.
     splash never saves scores; there this is the block size, a multiple of 128 that divides the sequence (unset: the
-    largest such number up to 512). The same applies to ring, where the block size divides half of a device's
-    positions."""
+    largest such number up to 512, or up to 1024 or 2048 in long rows). The same applies to ring, where the block size
+    divides half of a device's positions."""
+    attn_max_documents: int | None = Field(default=None, gt=0)
+    """Maximum number of documents in a row, which tells cuDNN's kernels the mask by the lengths of documents instead of
+    an array of sequence x sequence values; other backends do not need it. 1: rows of one document, which may end in
+    padding. Blackwell GPUs need it to repeat their bits. A row with more documents, or with the parts of a document
+    apart, makes the loss NaN. Unset: any number."""
     upcast_attn: bool = False
     """Computes attention scores in float32 under mixed precision; the softmax is always float32."""
 
@@ -315,6 +320,7 @@ class DecoderConfig(Config):
             scale=scale,
             dropout=dropout,
             upcast=self.upcast_attn,
+            max_documents=self.attn_max_documents,
             backend=self.attn_backend or "auto",
             block_size=self.flash_attention_block_size,
         )

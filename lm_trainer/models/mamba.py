@@ -104,6 +104,7 @@ class Mamba2Config(DecoderConfig):
     # There is no attention, and so nothing to set about it.
     attn_backend: ClassVar[None] = None  # pyright: ignore[reportIncompatibleVariableOverride]
     flash_attention_block_size: ClassVar[None] = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    attn_max_documents: ClassVar[None] = None  # pyright: ignore[reportIncompatibleVariableOverride]
     upcast_attn: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
 
     type: Literal["mamba2"] = "mamba2"

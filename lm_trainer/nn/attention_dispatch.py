@@ -15,13 +15,18 @@ from jax.typing import DTypeLike
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn import cudnn_attention, ring_layout
-from lm_trainer.nn.attention_kernel import AttentionInputs, AttentionMetadata, is_differentiating_twice
+from lm_trainer.nn.attention_kernel import (
+    AttentionInputs,
+    AttentionMetadata,
+    is_differentiating_twice,
+    is_summing_in_fixed_order,
+)
 from lm_trainer.nn.mixer_spec import softmax_specs
 from lm_trainer.nn.spec import AttentionSpec, BlockSpec
 from lm_trainer.nn.splash_attention import SPLASH
 from lm_trainer.nn.xla_attention import xla_attention
 from lm_trainer.parallel.collectives import all_gather, axis_size
-from lm_trainer.parallel.target_platform import target_platform
+from lm_trainer.parallel.target_platform import compilation_target
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +53,7 @@ def choose_backend(spec: AttentionSpec, metadata: AttentionMetadata) -> BackendC
     A backend requested by the spec applies to self-attention. If the requested backend cannot decode, decoding uses
     xla, so every model can generate text on any platform. If devices share the positions of a row, `auto` selects ring
     attention when the arrays over all pairs of their queries and the row's keys would be large, and no kernel is needed
-    otherwise.
+    otherwise. On one device, it selects ring attention, which computes blocks, when the arrays of its kernel would be.
 
     Raises:
         UserError: if the spec requests a backend that does not support it.
@@ -61,8 +66,9 @@ def choose_backend(spec: AttentionSpec, metadata: AttentionMetadata) -> BackendC
     reasons = {name: _REASONS[name](spec, metadata) for name in candidates}
     supported = next((name for name, reason in reasons.items() if reason is None), None)
     reason = "; ".join(f"{name} cannot be used: {reason}" for name, reason in reasons.items()) or _NO_KERNEL
-    if requested == "auto" and metadata.devices > 1:
-        return _choose_for_shared_rows(spec, metadata, supported, reason)
+    too_large = "cudnn" in reasons and supported is None and cudnn_attention.is_workspace_too_large(spec, metadata)
+    if requested == "auto" and (metadata.devices > 1 or too_large):
+        return _choose_for_long_rows(spec, metadata, supported, reason)
     if supported is not None:
         return BackendChoice(supported, "asked for" if supported == requested else "can do all that the model asks for")
     # Never falls back silently: a kernel requested for training is either used or rejected with an error.
@@ -71,7 +77,7 @@ def choose_backend(spec: AttentionSpec, metadata: AttentionMetadata) -> BackendC
     return BackendChoice("xla", reason)
 
 
-def _choose_for_shared_rows(
+def _choose_for_long_rows(
     spec: AttentionSpec, metadata: AttentionMetadata, kernel: str | None, no_kernel_reason: str
 ) -> BackendChoice:
     # Bytes per row, so the result depends neither on the microbatch size nor on the number of devices that share a
@@ -81,11 +87,12 @@ def _choose_for_shared_rows(
     pairs_at_once = min(spec.scores.block_size or metadata.queries, metadata.queries) * metadata.keys
     size = 6 * pairs if kernel else 4 * pairs + 2 * 4 * spec.num_heads * pairs_at_once
     size_note = (
-        f"gathering all keys takes arrays of {size / 2**30:.3g} GiB for {metadata.queries} x {metadata.keys} pairs"
+        f"{'all' if metadata.devices == 1 else 'gathering all'} keys takes arrays of {size / 2**30:.3g} GiB for "
+        f"{metadata.queries} x {metadata.keys} pairs"
     )
     obstacle = ring_layout.unsupported_reason(spec, metadata)
     if size > _MAX_PAIR_BYTES and obstacle is None:
-        return BackendChoice("ring", size_note)
+        return BackendChoice("ring", size_note if metadata.devices > 1 else f"{no_kernel_reason}; {size_note}")
     if size > _MAX_PAIR_BYTES:
         size_note = f"{size_note}, but ring cannot be used: {obstacle}"
     return BackendChoice(kernel or "xla", size_note if kernel else f"{no_kernel_reason}; {size_note}")
@@ -113,14 +120,17 @@ def uses_ring(blocks: Iterable[BlockSpec], dtype: DTypeLike, queries: int) -> bo
 
 def _describe_call(dtype: DTypeLike, queries: int, keys: int, *, cached: bool = False) -> AttentionMetadata:
     """Describes an attention call in the program that is being traced."""
+    target = compilation_target()
     return AttentionMetadata(
-        target_platform(),
+        target.platform,
         dtype,
         queries,
         keys,
         cached,
         is_differentiating_twice(),
         cudnn_attention.device_unsupported_reason(),
+        target.gpu_generation,
+        is_summing_in_fixed_order(),
     )
 
 

@@ -24,8 +24,9 @@ NO_SECOND_DERIVATIVE = "its gradient has no derivative, which sophia-h takes (so
 RESIDUAL = "attention_kernel"
 """Name, for `jax.checkpoint`, of the results of a kernel that its gradient reads."""
 
-# One value per thread. JAX includes it in the cache keys of traced functions.
+# One value per thread. JAX includes them in the cache keys of traced functions.
 _second_derivative = jax.make_user_context(False)
+_fixed_order = jax.make_user_context(False)
 
 
 def differentiating_twice() -> AbstractContextManager[None]:
@@ -36,6 +37,16 @@ def differentiating_twice() -> AbstractContextManager[None]:
 def is_differentiating_twice() -> bool:
     """Returns true inside a `differentiating_twice` context."""
     return _second_derivative.value
+
+
+def summing_in_fixed_order(fixed: bool) -> AbstractContextManager[None]:
+    """Tells models traced in this thread whether their gradients must be summed in a fixed order."""
+    return _fixed_order(fixed)
+
+
+def is_summing_in_fixed_order() -> bool:
+    """Returns true inside a `summing_in_fixed_order(True)` context."""
+    return _fixed_order.value
 
 
 class AttentionInputs(NamedTuple):
@@ -70,6 +81,10 @@ class AttentionMetadata(NamedTuple):
     """True if the gradient of the attention is differentiated a second time."""
     device_lacks: str | None = None
     """Reason why the device has no fused attention kernel at all; None if it may have one."""
+    gpu_generation: int | None = None
+    """Major version of the compute capability of an NVIDIA GPU; None if it is unknown."""
+    fixed_order: bool = False
+    """True if the gradient must be summed in a fixed order, so that its bits are the same in every run."""
 
     @property
     def devices(self) -> int:

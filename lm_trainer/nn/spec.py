@@ -115,6 +115,8 @@ class ScoreSpec:
     """Dropout rate of the attention probabilities."""
     upcast: bool = False
     """Compute the scores in float32 for any compute dtype; the softmax is always float32."""
+    max_documents: int | None = None
+    """Maximum number of documents of a row, for kernels that take the mask as lengths of documents; None: unknown."""
     backend: Backend = "xla"
     block_size: int | None = None
     """Number of queries whose scores are held at once, and recomputed in the backward pass. None: the scores of all

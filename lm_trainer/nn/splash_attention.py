@@ -26,6 +26,7 @@ from lm_trainer.nn.attention_kernel import (
 )
 from lm_trainer.nn.spec import AlibiSpec, AttentionSpec
 from lm_trainer.parallel.mesh import BATCH_AXES
+from lm_trainer.parallel.target_platform import compilation_target
 
 _PLATFORMS = ("tpu",)
 LANES = 128
@@ -33,6 +34,9 @@ LANES = 128
 _LARGEST_BLOCK = 1024
 """Maximum default number of positions of a block. On a TPU v6e, AXLearn measured a kernel a third faster with blocks of
 1024 than with its former default (https://github.com/apple/axlearn/pull/958)."""
+_LARGEST_BLOCKS = {"TPU v5 lite": 2048, "TPU v6 lite": 2048}
+"""The same for kinds of TPUs for which MaxText publishes larger blocks, and whose compiler gives a kernel enough vector
+memory for them without further flags, which excludes v4 and v5p."""
 _BLOCKS_OF_ROW = 4
 """Minimum default number of blocks of a row of at least 2048 positions. With fewer, the kernel skips fewer of the
 scores that the causal mask hides."""
@@ -124,7 +128,7 @@ def _make_kernel(spec: AttentionSpec, q_BNSH: jax.Array, *, interpret: bool) -> 
     heads, length = q_BNSH.shape[1:3]
     shape, window = (length, length), spec.window
     mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
-    size = choose_block_size(spec, length)
+    size = choose_block_size(spec, length, compilation_target().kind, q_BNSH.dtype.itemsize)
     computed = _largest_divisor(size, _COMPUTED_AT_ONCE)
     fused_block = _choose_fused_block(length, size, window, spec.head_dim * q_BNSH.dtype.itemsize)
     # A single kernel for all gradients computes five products per block; two separate kernels compute seven.
@@ -149,20 +153,26 @@ def _make_kernel(spec: AttentionSpec, q_BNSH: jax.Array, *, interpret: bool) -> 
     return lambda q, k, v, segments, sinks: kernel(q, k, v, splash.SegmentIds(segments, segments), sinks)
 
 
-def choose_block_size(spec: AttentionSpec, length: int) -> int:
+def choose_block_size(spec: AttentionSpec, length: int, kind: str | None = None, itemsize: int = 2) -> int:
     """Returns the number of positions of a block of queries or keys.
 
     Args:
-        spec: the attention spec. If it sets no block size, a divisor of `length` is chosen: up to 1024 for long rows,
-            but up to 512 with a window, which smaller blocks follow more closely.
+        spec: the attention spec. If it sets no block size, a divisor of `length` is chosen: up to 1024 or 2048 for long
+            rows, but up to 512 with a window, which smaller blocks follow more closely.
         length: number of positions of a row, a multiple of the lanes.
+        kind: kind of TPU, as `jax.Device.device_kind`; None if it is unknown.
+        itemsize: size in bytes of a number in queries and keys.
     """
     if spec.scores.block_size is not None:
         return min(spec.scores.block_size, length)
-    limit = _COMPUTED_AT_ONCE
-    if spec.window is None:
-        limit = min(_LARGEST_BLOCK, max(limit, length // _BLOCKS_OF_ROW))
-    return _largest_divisor(length, limit)
+    if spec.window is not None:
+        return _largest_divisor(length, _COMPUTED_AT_ONCE)
+    limit = max(_COMPUTED_AT_ONCE, length // _BLOCKS_OF_ROW)
+    large = _largest_divisor(length, min(_LARGEST_BLOCKS.get(kind or "", _LARGEST_BLOCK), limit))
+    # The separate kernels for gradients need more vector memory.
+    if large > _LARGEST_BLOCK and _choose_fused_block(length, large, None, spec.head_dim * itemsize) is None:
+        return _largest_divisor(length, _LARGEST_BLOCK)
+    return large
 
 
 def _largest_divisor(length: int, limit: int) -> int:

@@ -19,7 +19,7 @@ from lm_trainer.core.jax_types import Device
 from lm_trainer.core.nested_collectives import has_nested_collectives
 from lm_trainer.parallel.kept_programs import send_new_programs
 from lm_trainer.parallel.processes import is_lead, wait_for_all
-from lm_trainer.parallel.target_platform import compiling_for, target_platform
+from lm_trainer.parallel.target_platform import compilation_target, compiling_for
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def compile_on_each(
         by_all_processes: True if each process of the run calls this function at the same point, for its own device
             sets. The function may then wait for the other processes.
     """
-    compiled_for = target_platform()
+    compiled_for = compilation_target()
 
     def compile_in_thread(index: int) -> jax.stages.Compiled:
         with compiling_for(compiled_for):

@@ -6,14 +6,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lm_trainer.nn.cudnn_attention import workspace_bytes
 from lm_trainer.nn.mixer_spec import softmax_specs
-from lm_trainer.plan.gpu_target import compute_capability
+from lm_trainer.parallel.target_platform import Target
+from lm_trainer.run.build.attention import describe_attention
 from lm_trainer.run.config.run_config import RunConfig
 
 _GRADIENTS = re.compile(r"microbatch|(?:\w+ )?layer \d+ gradient")
 """Names of the programs that contain the backward pass of attention."""
-_HOPPER = 9
-_BYTES_PER_PAIR = 2
 
 
 @dataclass(frozen=True)
@@ -27,27 +27,24 @@ class AttentionWorkspace:
 
     @classmethod
     def of(
-        cls, config: RunConfig, vocab_size: int, kind: str, backend: str, axes: Mapping[str, int]
+        cls, config: RunConfig, vocab_size: int, target: Target, backend: str, axes: Mapping[str, int]
     ) -> AttentionWorkspace:
         """Returns the workspace of a run.
-
-        On Hopper GPUs, cuDNN's deterministic backward pass stores 2 bytes for each query-key pair of each head, which
-        lets it sum in a fixed order (NVIDIA/cudnn-frontend, pull request 398).
 
         Args:
             config: configuration of the run.
             vocab_size: number of rows of the token embedding.
-            kind: the target device, as `jax.Device.device_kind`.
-            backend: the attention backend on that device.
+            target: the target devices.
+            backend: the attention backend on these devices.
             axes: mesh axis -> number of devices along it.
         """
-        trainer = config.trainer
-        if backend != "cudnn" or not trainer.bitwise or compute_capability(kind) != _HOPPER:
+        if backend != "cudnn":
             return cls()
-        heads = max(spec.num_heads for spec in softmax_specs(config.model.spec(vocab_size).blocks))
-        head_shards = trainer.step_plan.compute_shards("heads", axes)
-        pairs = config.model.seq_len**2 // axes.get("context", 1)
-        return cls(_BYTES_PER_PAIR * heads * pairs // head_shards, axes.get("pipeline", 1) > 1)
+        metadata = describe_attention(config, target)
+        specs = softmax_specs(config.model.spec(vocab_size).blocks)
+        head_shards = config.trainer.step_plan.compute_shards("heads", axes)
+        largest = max(workspace_bytes(spec, metadata) for spec in specs)
+        return cls(largest // head_shards, axes.get("pipeline", 1) > 1)
 
     def bytes(self, rows: int) -> int:
         """Returns the size in bytes for a microbatch of `rows` rows."""

@@ -127,8 +127,8 @@ class StepMemory:
             names[f"{key[0]} {count + 1}" if count else key[0]] = key
         return names
 
-    def attention_product_flops(self) -> list[float]:
-        """FLOPs of one product of queries and keys in a microbatch on a device, for each kind of layer.
+    def attention_product_flops(self, kind: str) -> list[float]:
+        """FLOPs of one product of queries and keys in a microbatch on a device of `kind`, for each kind of layer.
 
         Only pairs in blocks that an attention kernel computes count.
         """
@@ -138,7 +138,8 @@ class StepMemory:
         head_shards = self.config.trainer.step_plan.compute_shards("heads", axes)
         flops = []
         for attention in softmax_specs(spec.blocks[layers.start] for layers in spec.layers_by_slot):
-            block = kernel_block(attention, length, self._platform)
+            itemsize = 4 if attention.scores.upcast else self.config.trainer.mp.compute_dtype.itemsize
+            block = kernel_block(attention, length, kind, itemsize)
             share = 1.0 if spec.encoder is not None else computed_share(attention, length, block)
             width = attention.num_heads * attention.head_dim // head_shards
             flops.append(2.0 * rows * length * length * width * share / axes["context"])

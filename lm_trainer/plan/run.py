@@ -12,15 +12,15 @@ import jax.numpy as jnp
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.attention_dispatch import choose_backend
-from lm_trainer.nn.attention_kernel import AttentionMetadata
 from lm_trainer.nn.expert_spec import MoeSpec
 from lm_trainer.nn.mixer_spec import softmax_specs
 from lm_trainer.parallel.mesh import batch_shards
-from lm_trainer.parallel.target_platform import compiling_for
+from lm_trainer.parallel.target_platform import Target, compiling_for
 from lm_trainer.plan.attention_workspace import AttentionWorkspace
 from lm_trainer.plan.cost import RunTime, RunWork, training_peak, training_time
 from lm_trainer.plan.devices import Budget, DeviceGroup, memory_budget
 from lm_trainer.plan.fit import MicrobatchFit, find_fitting_microbatch
+from lm_trainer.plan.gpu_target import compute_capability
 from lm_trainer.plan.layout_work import PlannedModel, count_device_params, describe_layout
 from lm_trainer.plan.memory import Correction, MemoryPlan, StepMemory
 from lm_trainer.plan.programs import CompiledStep, ProgramWork, TargetFigures, step_time
@@ -28,6 +28,7 @@ from lm_trainer.plan.refusal import explain_refusals
 from lm_trainer.profile.devices import device_bandwidths, device_platform, is_older_than_ampere
 from lm_trainer.profile.flops import flops_per_token, parameter_count, ring_score_fraction
 from lm_trainer.profile.network import Network
+from lm_trainer.run.build.attention import describe_attention
 from lm_trainer.run.build.model import teacher_flops
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
@@ -158,16 +159,17 @@ def plan_run(
     vocab_size, assumed = find_vocabulary(config) if vocab_override is None else Vocabulary(vocab_override)
     platform = device_platform(group.kind)
     config = _resolve_expert_kernel(config, group.kind)
-    backend, planned_config = attention_backend(config, vocab_size, platform), config
+    target = target_of_kind(group.kind)
+    backend, planned_config = attention_backend(config, vocab_size, target), config
     if not own_compiler:
         config = _adapt_to_local_compiler(config, vocab_size, platform, backend)
     refusals = explain_refusals(group.kind) if own_compiler else nullcontext()
-    with refusals, compiling_for(platform if own_compiler else jax.default_backend()):
+    with refusals, compiling_for(target if own_compiler else jax.default_backend()):
         growing = 1.0 if own_compiler else _growing_memory_ratio(trainer, backend)
         axes = dict(trainer.step_plan.abstract_mesh(len(devices)).shape)
         # A compiler that has access to the GPU asks cuDNN, and counts the workspace itself.
         counted = own_compiler and jax.default_backend() == "gpu"
-        workspace = AttentionWorkspace.of(config, vocab_size, group.kind, "" if counted else backend, axes)
+        workspace = AttentionWorkspace.of(config, vocab_size, target, "" if counted else backend, axes)
         memory = StepMemory(config, vocab_size, devices, platform, Correction(growing, workspace))
         memory.plan()  # compiles the programs, for the platform of this context
     # With the compiler of the devices, each size would take minutes.
@@ -233,7 +235,7 @@ def _chosen_group_size(fit: MicrobatchFit, memory: StepMemory, platform: str) ->
 
 def _compile_step(memory: StepMemory, work: RunWork, group: DeviceGroup, devices: Sequence[Any]) -> CompiledStep:
     runs, trainer = memory.run_counts(), memory.config.trainer
-    target = TargetFigures(Network.of(group.kind, devices), memory.attention_product_flops())
+    target = TargetFigures(Network.of(group.kind, devices), memory.attention_product_flops(group.kind))
     programs = tuple(ProgramWork.from_hlo(name, runs[name], text, target) for name, text in memory.hlo_texts().items())
     peak, bandwidths = training_peak(group.kind, trainer), device_bandwidths(group.kind)
     if peak is None or bandwidths is None:
@@ -284,19 +286,20 @@ def _growing_memory_ratio(trainer: TrainerConfig, backend: str) -> float:
     return _GROWING if trainer.bitwise else _GROWING_FAST
 
 
-def attention_backend(config: RunConfig, vocab_size: int, platform: str) -> str:
-    """Returns the attention backend on a platform of the first layer with attention; xla if there is none. Layers
+def target_of_kind(kind: str) -> Target:
+    """Returns a description of devices of a kind."""
+    return Target(device_platform(kind), kind, compute_capability(kind))
+
+
+def attention_backend(config: RunConfig, vocab_size: int, target: Target) -> str:
+    """Returns the attention backend on some devices of the first layer with attention; xla if there is none. Layers
     differ only in windows, which all backends support.
 
     Raises:
         UserError: if the configured backend does not support the model.
     """
-    length = config.model.seq_len
-    site = AttentionMetadata(
-        platform, config.trainer.mp.compute_dtype, length // config.trainer.context_axis_size, length
-    )
     specs = softmax_specs(config.model.spec(vocab_size).blocks)
-    return choose_backend(specs[0], site).backend if specs else "xla"
+    return choose_backend(specs[0], describe_attention(config, target)).backend if specs else "xla"
 
 
 def _plan_ring(config: RunConfig, vocab_size: int, rows: int, flops: int) -> RingPlan:

@@ -16,7 +16,7 @@ from lm_trainer.plan.estimate import Traces, estimate_step, estimate_temporary
 from lm_trainer.plan.layout_work import LayoutWork, PlannedModel, count_device_params, describe_layout
 from lm_trainer.plan.layouts import Layout, configured_layout, enumerate_layouts
 from lm_trainer.plan.machine import Machine
-from lm_trainer.plan.run import Assumptions, attention_backend
+from lm_trainer.plan.run import Assumptions, attention_backend, target_of_kind
 from lm_trainer.plan.speed import StepCost, step_bound, step_cost
 from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.flops import flops_per_token
@@ -266,7 +266,7 @@ class _Pricing:
             axes=axes,
             platform=device_platform(self._group.kind),
         )
-        workspace = AttentionWorkspace.of(config, self._vocab_size, self._group.kind, backend, axes)
+        workspace = AttentionWorkspace.of(config, self._vocab_size, target_of_kind(self._group.kind), backend, axes)
         temporary = {name: size + workspace.of_program(name, layout.plan.rows) for name, size in temporary.items()}
         memory = estimate_step(config, self._group, temporary, self._traces, limit=enough)
         return Candidate(layout, {axis: n for axis, n in mesh.shape.items() if n > 1}, cost, memory, limit)
@@ -275,7 +275,7 @@ class _Pricing:
         return config.trainer.step_plan.abstract_mesh(self._group.count)
 
     def _backend(self, config: RunConfig) -> str:
-        return attention_backend(config, self._vocab_size, device_platform(self._group.kind))
+        return attention_backend(config, self._vocab_size, target_of_kind(self._group.kind))
 
     def _count_device_params(self, config: RunConfig, mesh: Any) -> int:
         """Returns the number of parameters that a device computes with, after gathering."""

@@ -144,7 +144,7 @@ def _computed_share(spec: AttentionSpec, work: LayoutWork, machine: Machine) -> 
         return 1.0
     if device_platform(machine.kind) != "tpu":
         return visible_share(spec, work.seq_len)
-    return computed_share(spec, work.seq_len, kernel_block(spec, work.seq_len, "tpu"))
+    return computed_share(spec, work.seq_len, kernel_block(spec, work.seq_len, machine.kind))
 
 
 def _hidden_seconds(work: LayoutWork, sent: Communication, busy: float) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from lm_trainer.nn.spec import AttentionSpec
 from lm_trainer.nn.splash_attention import LANES, choose_block_size
+from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.hlo import Program, walk_fusion, walk_instructions
 
 _CUDNN_BLOCK = 128
@@ -43,13 +44,20 @@ def _kernel(name: str, attributes: str) -> str | None:
     return None
 
 
-def kernel_block(spec: AttentionSpec, length: int, platform: str) -> int:
-    """Returns the number of positions in a block of queries or keys of the kernel on a platform.
+def kernel_block(spec: AttentionSpec, length: int, kind: str, itemsize: int = 2) -> int:
+    """Returns the number of positions in a block of queries or keys of the kernel on a device.
 
-    Rows that no kernel of the platform computes are a single block.
+    Rows that no kernel of the device's platform computes are a single block.
+
+    Args:
+        spec: attention of a layer.
+        length: positions of a row.
+        kind: the device, as `jax.Device.device_kind`.
+        itemsize: size in bytes of a number in queries and keys.
     """
+    platform = device_platform(kind)
     if platform == "tpu" and length % LANES == 0:
-        return choose_block_size(spec, length)
+        return choose_block_size(spec, length, kind, itemsize)
     return min(_CUDNN_BLOCK, length) if platform == "gpu" else length
 
 

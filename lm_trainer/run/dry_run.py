@@ -6,8 +6,9 @@ from lm_trainer.core.errors import ConfigError
 from lm_trainer.core.runtime import configure_jax
 from lm_trainer.data.missing_files import find_missing_data
 from lm_trainer.nn.attention_dispatch import check_backends
-from lm_trainer.nn.attention_kernel import AttentionMetadata
+from lm_trainer.parallel.target_platform import Target, compilation_target
 from lm_trainer.profile.flops import flops_per_token
+from lm_trainer.run.build.attention import describe_attention
 from lm_trainer.run.build.setup import TrainingSetup, build_setup, check_devices
 from lm_trainer.run.build.startup_notes import configuration_warnings, describe_mesh, schedule_notes
 from lm_trainer.run.config.run_config import RunConfig
@@ -40,7 +41,7 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
     setup, _ = configure_and_build_setup(config, vocab_size)
     trainer = config.trainer
     spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
-    check_attention_backend(config, vocab_size, setup.sharding.mesh.devices.flat[0].platform)
+    check_attention_backend(config, vocab_size, compilation_target())
     flops = training_flops(flops_per_token(spec, seq_len), setup.model)
     plan, schedule = setup.step.plans.at(0), trainer.batch_schedule
     return [
@@ -58,11 +59,9 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
     ]
 
 
-def check_attention_backend(config: RunConfig, vocab_size: int, platform: str) -> None:
-    """Raises `UserError` if `model.attn_backend` is not available on a platform (`cpu`, `gpu` or `tpu`)."""
-    seq_len, trainer = config.model.seq_len, config.trainer
-    metadata = AttentionMetadata(platform, trainer.mp.compute_dtype, seq_len // trainer.context_axis_size, seq_len)
-    check_backends(config.model.spec(vocab_size).blocks, metadata)
+def check_attention_backend(config: RunConfig, vocab_size: int, target: Target) -> None:
+    """Raises `UserError` if `model.attn_backend` is not available on some devices."""
+    check_backends(config.model.spec(vocab_size).blocks, describe_attention(config, target))
 
 
 def configure_and_build_setup(config: RunConfig, vocab_size: int | None = None) -> tuple[TrainingSetup, int]:

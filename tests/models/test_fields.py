@@ -53,6 +53,7 @@ OTHER: dict[str, Any] = {
     "attn_backend": "xla",
     "use_flash_attention": True,
     "flash_attention_block_size": 8,
+    "attn_max_documents": 3,
     "scan_layers": True,
     "rope": {"type": "yarn", "theta": 77.0, "factor": 8.0},
     "partial_rotary_factor": 0.75,

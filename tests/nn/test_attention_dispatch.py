@@ -57,6 +57,13 @@ ON_GPU = [
     (scored(upcast=True), {}, "upcast_attn"),
     (scored(block_size=8), {}, "flash_attention_block_size"),
     (SPEC, {"second_derivative": True}, "its gradient has no derivative"),
+    (scored(max_documents=2), {"gpu_generation": 8}, "lengths of documents (attn_max_documents) only since Hopper"),
+    (SPEC, {"gpu_generation": 10, "fixed_order": True}, "on Blackwell; with model.attn_max_documents"),
+    (
+        dataclasses.replace(scored(max_documents=2), positions=AlibiSpec()),
+        {"gpu_generation": 12, "fixed_order": True},
+        "on Blackwell",
+    ),
 ]
 ON_TPU = [
     (SPEC, {"platform": "cpu"}, "the platform is cpu, not a TPU"),
@@ -93,6 +100,41 @@ def test_xla_decodes_where_another_backend_cannot(backend):
     assert choice.backend == "xla"
     assert "splash cannot be used: it does not decode with a cache" in choice.reason
     assert choose(scored(backend="cudnn"), "cpu", cached=True, queries=1).backend == "xla"
+
+
+@pytest.mark.parametrize(
+    ("spec", "site"),
+    [
+        (scored(max_documents=2), {"gpu_generation": 10, "fixed_order": True}),
+        (scored(max_documents=1), {"gpu_generation": 8}),
+        (SPEC, {"gpu_generation": 10}),
+        (SPEC, {"gpu_generation": 10, "fixed_order": True, "cached": True, "queries": 1}),
+        (SPEC, {"gpu_generation": 9, "fixed_order": True}),
+    ],
+)
+def test_masks_that_a_generation_takes(spec: AttentionSpec, site: dict[str, Any]):
+    assert choose(spec, "gpu", **site).backend == "cudnn"
+
+
+@pytest.mark.parametrize(
+    ("site", "chosen"),
+    [
+        ({"fixed_order": True}, "ring"),
+        ({"fixed_order": True, "queries": 40962, "keys": 40962}, "xla"),
+        ({"fixed_order": True, "gpu_generation": 8}, "cudnn"),
+        ({"fixed_order": True, "queries": 1, "cached": True}, "cudnn"),
+        ({"fixed_order": False}, "cudnn"),
+    ],
+)
+def test_auto_computes_blocks_where_the_workspace_of_a_kernel_is_too_large(site: dict[str, Any], chosen: str):
+    site = {"queries": 40960, "keys": 40960, "gpu_generation": 9, **site}
+    choice = choose(SPEC, "gpu", **site)
+    assert choice.backend == chosen
+    if chosen == "cudnn":
+        return
+    assert "its backward pass that repeats its bits takes 12.5 GiB for a row of 4096" in choice.reason
+    with pytest.raises(UserError, match=r"attn_backend: cudnn cannot be used: its backward pass .* 12\.5 GiB"):
+        choose(scored(backend="cudnn"), "gpu", **site)
 
 
 CUDA = "PJRT C API\ncuda 12080"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -180,6 +181,74 @@ def test_cudnn_lowers_for_nvidia_gpus(monkeypatch):
     assert "@__cudnn$fmhaScaleBiasSoftmax(" in text
     assert "@__cudnn$fmhaScaleBiasSoftmaxBackward(" in text
     assert len(re.findall(r'mask_type[^,]*"CAUSAL', text.replace("\\22", '"'))) == 2, "hidden blocks are left out"
+
+
+@pytest.mark.parametrize(("documents", "mask", "runs"), [(1, "CAUSAL", 1), (3, "PADDING_CAUSAL", 4)])
+def test_cudnn_takes_lengths_of_documents_instead_of_a_bias(monkeypatch, documents: int, mask: str, runs: int):
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91100)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
+    text = lowered(spec_for("auto", max_documents=documents), "cuda").replace("\\22", '"')
+    assert "@__cudnn$fmhaSoftmax(" in text
+    assert "@__cudnn$fmhaSoftmaxBackward(" in text
+    assert "Bias" not in text
+    assert len(re.findall(rf'mask_type": "{mask}"', text)) == 2
+    assert len(re.findall(rf'max_seg_per_batch": {runs},', text)) == 2
+    assert len(re.findall(r'sliding_window_length": 70,', text)) == 2
+
+
+def attend_by_lengths(q: Any, k: Any, v: Any, offsets: Any, lengths: Any, *, window: int | None) -> jax.Array:
+    """Attention inside the documents that offsets and lengths describe, as JAX documents them."""
+    out = np.full(q.shape, np.nan, np.float32)
+    for row, firsts, sizes in zip(range(len(q)), np.asarray(offsets), np.asarray(lengths), strict=True):
+        for first, size in zip(firsts, sizes, strict=False):
+            if first < 0:
+                continue
+            own = (slice(row, row + 1), slice(first, first + size))
+            bias = causal_bias(jnp.zeros((1, size), jnp.int32), window or 0)
+            spec = AttentionSpec(q.shape[2], q.shape[3], num_kv_heads=k.shape[2])
+            out[own] = np.asarray(dispatch_attention(spec, q[own], k[own], v[own], bias), np.float32)
+    return jnp.asarray(out, q.dtype)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_lengths_of_documents_give_the_values_of_a_bias(monkeypatch, window: int | None):
+    monkeypatch.setattr(cudnn_attention, "attend_to_documents", attend_by_lengths)
+    spec = AttentionSpec(4, 64, num_kv_heads=2, window=window, scores=ScoreSpec(max_documents=2))
+    q, k, v = operands(spec, jnp.float32)
+    unread = jnp.full((1, 1, S, S), jnp.nan)
+    actual = cudnn_attention.compute(spec, AttentionInputs(q, k, v, unread, SEGMENTS))
+    expected = dispatch_attention(spec, q, k, v, causal_bias(SEGMENTS, window or 0), segments_BS=SEGMENTS)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    unfit = cudnn_attention.compute(spec, AttentionInputs(q, k, v, unread, SEGMENTS.at[0, 50].set(-1)))
+    assert np.isnan(unfit[0]).all()
+    np.testing.assert_array_equal(unfit[1], actual[1])
+
+
+def test_a_single_document_may_end_in_padding(monkeypatch):
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, *_, **_options: jnp.ones_like(q))
+    spec = AttentionSpec(4, 64, num_kv_heads=2, scores=ScoreSpec(max_documents=1))
+    q, k, v = operands(spec, jnp.bfloat16)
+    actual = cudnn_attention.compute(spec, AttentionInputs(q, k, v, q, SEGMENTS.at[1, 200:].set(-1)))
+    assert np.isnan(np.asarray(actual[0], np.float32)).all(), "two documents"
+    assert np.array_equal(actual[1], np.ones_like(actual[1]))
+
+
+def test_rows_fit_if_their_documents_are_runs():
+    rows = list(itertools.product((-1, 0, 1), repeat=5))
+
+    def fits(row: tuple[int, ...], runs: int) -> bool:
+        parts = [number for number, _ in itertools.groupby(row)]
+        documents = [number for number in parts if number >= 0]
+        if runs == 1:
+            return len(documents) == 0 or (documents == parts[:1] == documents[:1] and len(documents) == 1)
+        return len(parts) <= runs and documents == sorted(set(documents))
+
+    for runs in (1, 2, 3, 4):
+        actual = cudnn_attention.fits_in_runs(jnp.asarray(rows, jnp.int32), runs)
+        assert actual.tolist() == [fits(row, runs) for row in rows]
 
 
 @pytest.mark.parametrize("window", [None, 70])

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.plan_error import VOCAB, config_of
 from lm_trainer.plan import parse_devices
 from lm_trainer.plan.attention_workspace import AttentionWorkspace
-from lm_trainer.plan.run import Assumptions, plan_run
+from lm_trainer.plan.run import Assumptions, plan_run, target_of_kind
 
 H100 = "NVIDIA H100 80GB HBM3"
 LLAMA_1B = {"type": "llama", "seq_len": 2048, "num_heads": 32, "hidden_dim": 2048, "num_layers": 2}
@@ -18,9 +18,11 @@ SMALL = {"type": "llama", "seq_len": 256, "hidden_dim": 64, "num_layers": 2, "nu
          "intermediate_dim": 128, "attn_backend": "auto"}  # fmt: skip
 
 
-def workspace(kind: str = H100, backend: str = "cudnn", axes: dict[str, int] | None = None, **trainer: Any) -> int:
-    config = config_of({"model": LLAMA_1B, "trainer": {"train_batch_size": 32, **trainer}})
-    return AttentionWorkspace.of(config, VOCAB, kind, backend, axes or {}).bytes(4)
+def workspace(kind: str = H100, backend: str = "cudnn", axes: dict[str, int] | None = None,
+              model: dict[str, Any] | None = None, **trainer: Any) -> int:  # fmt: skip
+    trainer = {"mp": "p=f32,c=bfloat16", **trainer}
+    config = config_of({"model": {**LLAMA_1B, **(model or {})}, "trainer": {"train_batch_size": 32, **trainer}})
+    return AttentionWorkspace.of(config, VOCAB, target_of_kind(kind), backend, axes or {}).bytes(4)
 
 
 def test_llama_1b_takes_a_gibibyte() -> None:
@@ -35,7 +37,9 @@ def test_llama_1b_takes_a_gibibyte() -> None:
         ({"kind": "TPU v5"}, 0),
         ({"backend": "xla"}, 0),
         ({"determinism": "fast"}, 0),
-        ({"axes": {"context": 2}}, 2**29),
+        ({"axes": {"context": 2}, "context_axis_size": 2}, 2**29),
+        ({"model": {"attn_max_documents": 1}}, 2**30),
+        ({"model": {"attn_max_documents": 3}}, 2**32),  # and a run of padding
         ({"axes": {"model": 4}, "model_axis_size": 4, "tensor_parallel_axes": ["heads"]}, 2**28),
         ({"axes": {"model": 4}, "model_axis_size": 4, "tensor_parallel_axes": ["mlp"]}, 2**30),
         ({"axes": {"pipeline": 2}}, 2**28),  # one row at a time

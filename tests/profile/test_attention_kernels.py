@@ -69,18 +69,27 @@ def test_the_mask_leaves_earlier_positions_in_window_and_chunk(window: int | Non
 
 
 @pytest.mark.parametrize(
-    ("platform", "length", "size", "block"),
-    [("tpu", 2048, None, 512), ("tpu", 640, None, 128), ("tpu", 3072, None, 768),
-     ("tpu", 4096, None, 1024), ("tpu", 32768, None, 1024), ("tpu", 2048, 256, 256), ("tpu", 100, None, 100),
-     ("gpu", 2048, None, 128), ("gpu", 64, None, 64), ("cpu", 2048, None, 2048)],
+    ("kind", "length", "size", "block"),
+    [("TPU v4", 2048, None, 512), ("TPU v4", 640, None, 128), ("TPU v4", 3072, None, 768),
+     ("TPU v4", 4096, None, 1024), ("TPU v4", 32768, None, 1024), ("TPU v4", 2048, 256, 256),
+     ("TPU v4", 100, None, 100), ("TPU v6 lite", 4096, None, 1024), ("TPU v6 lite", 6144, None, 1536),
+     ("TPU v6 lite", 8192, None, 2048), ("TPU v5 lite", 16384, None, 2048), ("TPU v5 lite", 32768, None, 1024),
+     ("TPU v5", 8192, None, 1024),
+     ("NVIDIA A100-SXM4-80GB", 2048, None, 128), ("NVIDIA A100-SXM4-80GB", 64, None, 64), ("cpu", 2048, None, 2048)],
 )  # fmt: skip
-def test_blocks_are_the_ones_that_the_kernel_is_given(platform: str, length: int, size: int | None, block: int) -> None:
+def test_blocks_are_the_ones_that_the_kernel_is_given(kind: str, length: int, size: int | None, block: int) -> None:
     spec = AttentionSpec(num_heads=2, head_dim=64, scores=ScoreSpec(block_size=size))
-    assert kernel_block(spec, length, platform) == block
+    assert kernel_block(spec, length, kind) == block
 
 
 def test_blocks_of_a_window_are_small() -> None:
-    assert kernel_block(AttentionSpec(num_heads=2, head_dim=64, window=1024), 8192, "tpu") == 512
+    assert kernel_block(AttentionSpec(num_heads=2, head_dim=64, window=1024), 8192, "TPU v6 lite") == 512
+
+
+@pytest.mark.parametrize(("head_dim", "itemsize", "block"), [(128, 2, 2048), (256, 2, 1024), (128, 4, 1024)])
+def test_blocks_of_wide_keys_are_smaller(head_dim: int, itemsize: int, block: int) -> None:
+    spec = AttentionSpec(num_heads=2, head_dim=head_dim)
+    assert kernel_block(spec, 8192, "TPU v6 lite", itemsize) == block
 
 
 def test_layers_of_a_kind_count_with_their_own_share() -> None:

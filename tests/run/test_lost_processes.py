@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -79,3 +80,49 @@ def test_a_process_that_pauses_again_and_again_is_named(make_config: MakeConfig,
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert {line["alert"] for line in lines if "alert" in line} == {"straggler"}
     assert any(line.get("throughput/slowest_process") == 1 for line in lines)
+
+
+def wait_for_copy(memory: Path, step: int, alive: subprocess.Popen[bytes]) -> None:
+    """Waits until both processes have written a copy of a step, or of a later one."""
+    while True:
+        written = [file.parent.name for file in memory.glob("*/*/*/*.json")]
+        if any(written.count(name) == 2 and int(name.split("-")[0]) >= step for name in written):
+            return
+        assert alive.poll() is None
+        time.sleep(0.001)
+
+
+def test_a_run_goes_on_from_the_memory_of_the_machine_that_is_left(make_config: MakeConfig, tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    config = make_config(
+        trainer={
+            "num_train_steps": 120,
+            "steps_per_eval": 1000,
+            "max_eval_batches": 1,
+            "checkpointer": {
+                "save_interval": "1h",
+                "keep": [{"every": 20, "until": 20}, {"every": 1000}],
+                "memory": {"every": 5, "directory": str(memory)},
+            },
+        }
+    )
+    train_alone(config, tmp_path / "one", devices=1)
+    two = tmp_path / "two"
+    two.mkdir()
+    with (two / "out").open("w+b") as output:
+        launcher = start_launcher(config, two, output)
+        wait_for_copy(memory, 40, launcher)
+        os.kill(find_process(launcher, 1), signal.SIGKILL)
+        assert launcher.wait(timeout=180) == 137, (two / "out").read_text()
+    # Its machine is lost as well.
+    lost = [file for file in memory.glob("*/*/*/*") if file.stem == "1"]
+    assert lost
+    for file in lost:
+        file.unlink()
+    printed = train_alone(config, two, devices=1)
+    resumed = re.search(r"resumed at step (\d+) of 120", printed)
+    assert resumed, printed
+    assert int(resumed[1]) in range(40, 120, 5)
+    assert read_numbers(two) == read_numbers(tmp_path / "one")
+    assert not list(memory.glob("*/*"))

@@ -97,18 +97,31 @@ class Checkpoints:
         # A state with a non-finite loss must not be saved, so its metrics are read first.
         self._metrics.flush()
         self._watchdog.arm(f"the checkpoint of step {state.step}")
+        record = {**self._metrics.record_fingerprint(state), **({PERMANENT_KEY: True} if keep else {})}
+        self._save(state, record)
+
+    def is_copy_due(self, step: int) -> bool:
+        """Returns True if a copy in memory is due after `step` steps. The result is the same in all processes."""
+        return self._store.is_copy_due(step)
+
+    def save_copy(self, state: TrainState) -> None:
+        """Starts to save a copy of the state in the memory of the machines. Raises the same errors as `save`."""
+        self._metrics.flush()
+        self._watchdog.arm(f"the copy of step {state.step} in memory")
+        self._save(state, {"chain": self._metrics.chain}, in_memory=True)
+
+    def _save(self, state: TrainState, record: Mapping[str, Any], *, in_memory: bool = False) -> None:
         record = {
             "data_fingerprint": self._data_fingerprint(state.step),
             "train_loss": self._metrics.train_loss,
             "eval_losses": self._metrics.eval_losses,
             EMPTY_STEPS: self._metrics.empty_steps,
-            **self._metrics.record_fingerprint(state),
+            **record,
             # This comes after the fingerprint, which is also a line. The lines must be on disk before the checkpoint.
             SERIES: self._metrics.sync(),
-            **({PERMANENT_KEY: True} if keep else {}),
             **self._loader_states(),
         }
-        save_state(self._store, state, self._program, {**self._facts, **record})
+        save_state(self._store, state, self._program, {**self._facts, **record}, in_memory=in_memory)
         if not self._compiled:
             self._compiled = True
             # Excludes the time to compile the programs for checks and hashes from the step time.

@@ -139,6 +139,8 @@ def run_due_actions(run: LoopParts, info: StepInfo, *, last: bool, save: bool, k
     if saves:
         run.checkpoints.save(info.state, keep=keep)
         run.save_requests.mark_saved(permanently=keep)
+    elif run.records and run.checkpoints.is_copy_due(step):
+        run.checkpoints.save_copy(info.state)
     if saves and keep:
         run.progress.note(f"saving a permanent checkpoint of step {step}, as asked")
     run.profiler.on_step(step, info.metrics)

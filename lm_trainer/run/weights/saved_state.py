@@ -25,8 +25,22 @@ OPT_STATE = "opt_state."
 """Prefix of the optimizer state in the array names of a checkpoint."""
 
 
-def save_state(store: CheckpointStore, state: TrainState, setup: TrainingSetup, record: Mapping[str, Any]) -> None:
+def save_state(
+    store: CheckpointStore,
+    state: TrainState,
+    setup: TrainingSetup,
+    record: Mapping[str, Any],
+    *,
+    in_memory: bool = False,
+) -> None:
     """Starts to save a checkpoint asynchronously, with the state needed to resume and the weights to export.
+
+    Args:
+        store: the checkpoint store.
+        state: the state to save.
+        setup: model, optimizer, shardings and compiled functions of the run.
+        record: JSON record to save with the state.
+        in_memory: keep a copy in the memory of the machines instead.
 
     Raises:
         NonFiniteError: if a parameter contains a non-finite value, because training could not continue from it.
@@ -42,7 +56,8 @@ def save_state(store: CheckpointStore, state: TrainState, setup: TrainingSetup, 
     # Frozen parameters other than constants are not saved. A resumed run verifies them by their digest.
     if setup.freezes:
         record = {**record, FROZEN: hash_frozen_params(state.frozen)}
-    store.save(state.step, arrays, record)
+    save = store.save_copy if in_memory else store.save
+    save(state.step, arrays, record)
 
 
 def arrays_to_save(state: TrainState, setup: TrainingSetup) -> dict[str, Any]:

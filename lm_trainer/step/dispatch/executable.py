@@ -12,6 +12,7 @@ from typing import Protocol
 import jax
 
 from lm_trainer.core.jax_types import Device, PyTree
+from lm_trainer.nn.attention_kernel import summing_in_fixed_order
 from lm_trainer.parallel.compile_per_device import compile_on_each
 from lm_trainer.parallel.target_platform import target_platform
 from lm_trainer.profile.program_graph import output_hashes
@@ -61,7 +62,8 @@ class Executable:
             args: arguments, or their shapes.
             repeatable: exclude kernels whose summation order varies between runs because they use atomics.
         """
-        traced = jitted.trace(*args)
+        with summing_in_fixed_order(repeatable):
+            traced = jitted.trace(*args)
         lowered = traced.lower()
         return cls(traced, compile_repeatable(lowered, target_platform()) if repeatable else lowered.compile())
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.jax_types import PyTree
+from lm_trainer.nn.attention_kernel import summing_in_fixed_order
 from lm_trainer.nn.layer_sections import slot_of_each_layer
 from lm_trainer.nn.stages import LossSums, MemoryStack, StagedLoss, Stream
 from lm_trainer.parallel.collectives import device_key
@@ -184,7 +185,8 @@ class SplitLoss:
         ) -> Stream:
             del number
             model, key = self.model.merge_some(params), self.microbatch_key(step, index)
-            entered = embed(model, batch, key)
+            with summing_in_fixed_order(True):
+                entered = embed(model, batch, key)
             if stream is None:
                 return entered
             assert memory is not None
@@ -208,7 +210,9 @@ class SplitLoss:
             params: Params, stream: Stream, batch: Batch, number: jax.Array, step: jax.Array, index: jax.Array
         ) -> Stream:
             model = self.model.merge_some(params)
-            output = run(model, kind, stream, batch, number, self.microbatch_key(step, index))
+            # Also where only shapes are traced: the residuals depend on the attention kernel.
+            with summing_in_fixed_order(True):
+                output = run(model, kind, stream, batch, number, self.microbatch_key(step, index))
             return output._replace(memory=stream.memory)
 
         if logged is None:
@@ -227,9 +231,9 @@ class SplitLoss:
             params: Params, stream: Stream, batch: Batch, number: None, step: jax.Array, index: jax.Array
         ) -> LossSums:
             del number
-            return validate_loss(
-                self.loss.head(self.model.merge_some(params), stream, batch, self.microbatch_key(step, index))
-            )
+            model, key = self.model.merge_some(params), self.microbatch_key(step, index)
+            with summing_in_fixed_order(True):
+                return validate_loss(self.loss.head(model, stream, batch, key))
 
         def leave(
             params: Params, stream: Stream, batch: Batch, number: None, step: jax.Array, index: jax.Array
