@@ -108,7 +108,8 @@ def fit_mixture_law(weights_PM: np.ndarray, loss_P: np.ndarray, start: MixtureLa
         return slopes_PK * np.array([lowest, *np.ones(len(x_K) - 1)])
 
     first = np.array([np.clip(start.floor / lowest, 1e-6, 1 - 1e-6), *start.slopes_M])
-    result = least_squares(errors, first, slopes, bounds=(np.array([0.0, *-bounds[1:]]), np.array([1.0, *bounds[1:]])))
+    limits = np.array([0.0, *-bounds[1:]]), np.array([1.0, *bounds[1:]])
+    result = least_squares(errors, first, slopes, bounds=limits)  # pyright: ignore[reportArgumentType] - "str" for jac
     return law_of(result.x)
 
 
