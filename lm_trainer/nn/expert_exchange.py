@@ -30,7 +30,7 @@ class ReceivedTokens(NamedTuple):
     x_RD: jax.Array
     """Tokens; zeros in rows not in use."""
     experts_RK: jax.Array
-    """int32 experts of the tokens, also those of other devices; -1 in rows not in use."""
+    """int32 experts of the tokens, also experts of other devices; -1 in rows not in use."""
     weights_RK: jax.Array
     """Weights of these experts."""
     slots: Slots

@@ -44,8 +44,14 @@ def target_devices(group: DeviceGroup) -> Sequence[Any]:
         )
     name = _GENERATIONS[group.kind]
     shape = group.topology or _smallest_slice(_FLAT if name in ("v5e", "v6e") else _CUBIC, group.count)
-    # Skips queries of the cloud's metadata server, and silences warnings about the missing hardware.
-    settings = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_STDERR_LOG_LEVEL": "3"}
+    # Skips queries of the cloud's metadata server, silences warnings about the missing hardware, and lets several
+    # processes use the compiler at once, which would otherwise own the chips of the machine exclusively.
+    settings = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_STDERR_LOG_LEVEL": "3",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
     os.environ.update({key: os.environ.get(key, value) for key, value in settings.items()})
     try:
         return topologies.get_topology_desc(f"{name}:{shape}", "tpu").devices[: group.count]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +42,7 @@ from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.dispatch.recorder import Key, Measure, MeasuredProgram, measure_traced
 from lm_trainer.step.dispatch.repeatable import compile_repeatable
 from tests.compiled.kept import Compile
+from tests.conftest import lmt_environment
 
 pytestmark = pytest.mark.aot
 
@@ -69,6 +72,19 @@ def described(target: str) -> Sequence[Any]:
         if "needs the compiler" not in str(error):
             raise
         pytest.skip(str(error))
+
+
+def test_two_processes_may_compile_at_once() -> None:
+    described("v5e:2x2")
+    program = (
+        "from lm_trainer.plan import parse_devices; from lm_trainer.plan.target import target_devices; "
+        "print(len(target_devices(parse_devices('v5e:2x2'))))"
+    )
+    # Without the settings that this process has made by now.
+    environment = {name: value for name, value in lmt_environment().items() if "TPU" not in name}
+    command = [sys.executable, "-c", program]
+    second = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert second.stdout == "4\n", second.stderr
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def test_shared_experts_equal_every_expert_for_every_token(
 
 def gather_of_ragged_rows(x: jax.Array, result: jax.Array, starts: jax.Array, counts: jax.Array, targets: jax.Array,
                           received: jax.Array, *, axis_name: str) -> jax.Array:  # fmt: skip
-    """What the documentation of `jax.lax.ragged_all_to_all` says, by a loop over the rows of all devices."""
+    """Does what the documentation of `jax.lax.ragged_all_to_all` says, by a loop over the rows of all devices."""
     x_GPD, starts_GG, counts_GG, targets_GG = (jax.lax.all_gather(a, axis_name) for a in (x, starts, counts, targets))
     here = jax.lax.axis_index(axis_name)
     for sender in range(G):
