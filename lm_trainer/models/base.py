@@ -120,7 +120,7 @@ class DecoderConfig(Config):
     """The family's Hugging Face format."""
     frozen_params: ClassVar[frozenset[str]] = frozenset()
     """Dotted names of parameters that are never trained."""
-    newer_fields: ClassVar[frozenset[str]] = frozenset()
+    newer_fields: ClassVar[frozenset[str]] = frozenset({"attn_max_documents"})
     """Settings that the family got after its first release. At their defaults they are left out of the hash of a
     configuration, which stays the same."""
     implied_settings: ClassVar[Mapping[str, Any]] = {}

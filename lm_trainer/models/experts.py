@@ -16,7 +16,11 @@ _PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 class ExpertsConfig(RotaryConfig):
     """Settings of a decoder with experts."""
 
-    newer_fields: ClassVar[frozenset[str]] = frozenset({"lbl_over", "selection_bias_rate", "expert_kernel"})
+    newer_fields: ClassVar[frozenset[str]] = RotaryConfig.newer_fields | {
+        "lbl_over",
+        "selection_bias_rate",
+        "expert_kernel",
+    }
     implied_settings: ClassVar[Mapping[str, Any]] = {"lbl_over": "microbatch"}
 
     n_routed_experts: int = Field(default=8, gt=0)
@@ -79,7 +83,7 @@ class ExpertsConfig(RotaryConfig):
 class GroupedExpertsConfig(ExpertsConfig):
     """Settings of the families that came after the choice of kernels and losses, with the better defaults."""
 
-    newer_fields: ClassVar[frozenset[str]] = frozenset()
+    newer_fields: ClassVar[frozenset[str]] = RotaryConfig.newer_fields
     implied_settings: ClassVar[Mapping[str, Any]] = {}
 
     lbl_coef: float = Field(default=0.001, ge=0)

@@ -101,6 +101,7 @@ class Mamba2Config(DecoderConfig):
         tied={"lm_head.weight": "embeddings.weight"},
     )
 
+    newer_fields: ClassVar[frozenset[str]] = frozenset()
     # There is no attention, and so nothing to set about it.
     attn_backend: ClassVar[None] = None  # pyright: ignore[reportIncompatibleVariableOverride]
     flash_attention_block_size: ClassVar[None] = None  # pyright: ignore[reportIncompatibleVariableOverride]

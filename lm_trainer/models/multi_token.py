@@ -24,7 +24,7 @@ DEPTH = HfField("num_nextn_predict_layers", "mtp_depth", 0, old_names=("num_mtp_
 class MultiTokenConfig(RotaryConfig):
     """Settings of a decoder with modules that predict later tokens."""
 
-    newer_fields: ClassVar[frozenset[str]] = frozenset({"mtp_depth", "mtp_loss_weight"})
+    newer_fields: ClassVar[frozenset[str]] = RotaryConfig.newer_fields | {"mtp_depth", "mtp_loss_weight"}
 
     mtp_depth: int = Field(default=0, ge=0)
     """Number of modules that predict further tokens during training: the first one predicts the token after the next

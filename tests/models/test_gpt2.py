@@ -28,6 +28,7 @@ CHANGES: dict[str, Any] = {
     "attn_backend": "xla",
     "use_flash_attention": True,
     "flash_attention_block_size": 256,
+    "attn_max_documents": 1,
 }
 NOT_IN_THE_SPEC = {"type", "cross_entropy_block_size", "reference_checkpoint"}
 
