@@ -45,7 +45,7 @@ def test_every_family_is_compared():
     assert families - {"gpt2", "gemma3_text", "whisper"} == CHECKPOINTS.keys() - {"gemma3"}
 
 
-QUICK = ("gemma2", "mixtral", "mpt")
+QUICK = ("mpt",)
 """Families whose settings are compared in every run of the tests; the others among the slow ones."""
 
 

@@ -200,16 +200,20 @@ def test_cudnn_takes_lengths_of_documents_instead_of_a_bias(monkeypatch, documen
 
 
 def attend_by_lengths(q: Any, k: Any, v: Any, offsets: Any, lengths: Any, *, window: int | None) -> jax.Array:
-    """Attention inside the documents that offsets and lengths describe, as JAX documents them."""
+    """Attention of scaled queries inside the documents that offsets and lengths describe, as JAX documents them."""
     out = np.full(q.shape, np.nan, np.float32)
     for row, firsts, sizes in zip(range(len(q)), np.asarray(offsets), np.asarray(lengths), strict=True):
         for first, size in zip(firsts, sizes, strict=False):
             if first < 0:
                 continue
-            own = (slice(row, row + 1), slice(first, first + size))
-            bias = causal_bias(jnp.zeros((1, size), jnp.int32), window or 0)
-            spec = AttentionSpec(q.shape[2], q.shape[3], num_kv_heads=k.shape[2])
-            out[own] = np.asarray(dispatch_attention(spec, q[own], k[own], v[own], bias), np.float32)
+            q_SNH, k_SNH, v_SNH = (np.asarray(x[row, first : first + size], np.float64) for x in (q, k, v))
+            k_SNH, v_SNH = (x.repeat(q.shape[2] // k.shape[2], axis=1) for x in (k_SNH, v_SNH))
+            distance = np.arange(size)[:, None] - np.arange(size)
+            scores_NST = np.einsum("snh,tnh->nst", q_SNH, k_SNH)
+            scores_NST[:, (distance < 0) | (distance >= (window or size))] = -np.inf
+            weights_NST = np.exp(scores_NST - scores_NST.max(-1, keepdims=True))
+            weights_NST /= weights_NST.sum(-1, keepdims=True)
+            out[row, first : first + size] = np.einsum("nst,tnh->snh", weights_NST, v_SNH)
     return jnp.asarray(out, q.dtype)
 
 

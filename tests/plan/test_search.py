@@ -225,6 +225,7 @@ def test_the_command_prints_settings_that_training_takes(run_lmt: RunLmt, path: 
     assert [path.name for path in path.parent.iterdir()] == ["small.yaml"]
 
 
+@pytest.mark.slow
 def test_the_compilers_word_decides(path: Path):
     config, group = load(path, [], RunConfig).config, parse_devices("4xH100")
     guessed, compiled_overrides = searched(), list[tuple[str, ...]]()
