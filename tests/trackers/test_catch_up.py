@@ -114,8 +114,8 @@ def test_trackio_gets_what_a_kill_took(tmp_path: Path, project: str) -> None:
     check_trackio_catches_up(tmp_path / "run", project, "")
 
 
-def read_wandb_steps(run_dir: Path) -> dict[str, list[int]]:
-    rows = read_history(run_dir, attempts=0)
+def read_wandb_steps(run_dir: Path, *, finished: bool = True) -> dict[str, list[int]]:
+    rows = read_history(run_dir, attempts=0, finished=finished)
     names = ("train/loss", "eval/loss", "grads/w/values", "sample/path")
     return {name: sorted(row["global_step"] for row in rows if name in row) for name in names}
 
@@ -178,9 +178,10 @@ def test_wandb_offline_gets_what_its_log_has_lost(wandb: Any, tmp_path: Path) ->
     # The end is cut off until steps are lost: how much else the log holds depends on the machine.
     for size in range(len(content), 0, -100):
         log.write_bytes(content[:size])
-        if len(read_wandb_steps(run_dir)["train/loss"]) <= STEPS // 2:
+        kept = read_wandb_steps(run_dir, finished=False)
+        if len(kept["train/loss"]) <= STEPS // 2:
             break
-    lost = {name: sorted({*steps} - {*read_wandb_steps(run_dir)[name]}) for name, steps in complete.items()}
+    lost = {name: sorted({*steps} - {*kept[name]}) for name, steps in complete.items()}
     assert 0 < len(lost["train/loss"]) < STEPS
     (note,) = attempt(run_dir, config, STEPS + 1, STEPS + 2)
     assert "the wandb tracker lacked lines of steps that are done" in note
@@ -196,7 +197,7 @@ def test_wandb_offline_gets_what_its_log_has_lost(wandb: Any, tmp_path: Path) ->
 def test_wandb_offline_gets_what_a_kill_took(wandb: Any, tmp_path: Path) -> None:
     config, run_dir = WandbConfig(save_code=False), tmp_path / "run"
     log_and_kill(run_dir, type="wandb", save_code=False)
-    lost = {*range(1, STEPS + 1)} - {*read_wandb_steps(run_dir)["train/loss"]}
+    lost = {*range(1, STEPS + 1)} - {*read_wandb_steps(run_dir, finished=False)["train/loss"]}
     notes = attempt(run_dir, config, STEPS + 1, STEPS + 2)
     assert bool(lost) == any("train/loss" in note for note in notes)
     assert read_wandb_steps(run_dir)["train/loss"] == [*range(1, STEPS + 3)]

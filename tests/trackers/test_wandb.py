@@ -8,6 +8,7 @@ import math
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.trackers import WandbConfig, open_trackers, read_metrics
 from lm_trainer.trackers.wandb import git_tracked_files
 from tests.conftest import ROOT, lmt_environment
+from tests.hangs import HANG_SECONDS
 from tests.trackers.two_steps import train_two_steps
 
 SECRET = "4f3c" * 10
@@ -51,17 +53,28 @@ def read_frames(file: Path) -> Iterator[bytes]:
             partial = b""
 
 
-def read_records(run_dir: Path, attempts: int = 1) -> list[Any]:
+def read_records(run_dir: Path, attempts: int = 1, *, finished: bool = True) -> list[Any]:
+    """The records of the attempts at a run, each of which writes a log; 0: of any number of them.
+
+    If the last attempt has finished, this waits for the end of its log: W&B's own process writes it later.
+    """
     from wandb.proto import wandb_internal_pb2
 
-    files = sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert attempts in (0, len(files))
-    return [wandb_internal_pb2.Record.FromString(frame) for file in files for frame in read_frames(file)]  # pyright: ignore[reportAttributeAccessIssue]
+    deadline = time.monotonic() + HANG_SECONDS
+    while True:
+        files = sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb"))
+        assert attempts in (0, len(files))
+        records = [wandb_internal_pb2.Record.FromString(frame) for file in files for frame in read_frames(file)]  # pyright: ignore[reportAttributeAccessIssue]
+        if not finished or (records and records[-1].WhichOneof("record_type") == "exit"):
+            return records
+        assert time.monotonic() < deadline, "the log has no end"
+        time.sleep(0.01)
 
 
-def read_history(run_dir: Path, attempts: int = 1) -> list[dict[str, Any]]:
-    """The rows of the attempts at a run, each of which writes a log; 0: of any number of them."""
-    rows = [r.history.item for r in read_records(run_dir, attempts) if r.WhichOneof("record_type") == "history"]
+def read_history(run_dir: Path, attempts: int = 1, *, finished: bool = True) -> list[dict[str, Any]]:
+    """The rows of the attempts at a run, as `read_records`."""
+    records = read_records(run_dir, attempts, finished=finished)
+    rows = [r.history.item for r in records if r.WhichOneof("record_type") == "history"]
     return [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in row} for row in rows]
 
 
