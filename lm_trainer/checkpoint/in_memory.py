@@ -91,14 +91,14 @@ class _Manifest(NamedTuple):
         return cls(group, writer, step, Base(*base), tuple(read))
 
 
-class _Found(NamedTuple):
+class _OwnedManifest(NamedTuple):
     """A manifest, and the process that reads its files."""
 
     owner: int
     manifest: _Manifest
 
 
-class _FoundPart(NamedTuple):
+class _OwnedPart(NamedTuple):
     """A part of an array, and the process that reads it."""
 
     owner: int
@@ -182,11 +182,11 @@ class MemoryCopies:
             newest: step of the newest checkpoint; older copies are not used.
             is_base: returns True if a checkpoint exists. Called in the first process only.
         """
-        by_group: dict[str, list[_Found]] = {}
+        by_group: dict[str, list[_OwnedManifest]] = {}
         for owner, text in enumerate(gather_texts(json.dumps(self._list()))):
             for values in json.loads(text):
                 manifest = _Manifest.from_json(values)
-                by_group.setdefault(manifest.group, []).append(_Found(owner, manifest))
+                by_group.setdefault(manifest.group, []).append(_OwnedManifest(owner, manifest))
         newest_first = sorted(by_group.values(), key=lambda group: -group[0].manifest.step)
         usable = [
             is_lead()
@@ -279,16 +279,16 @@ class MemoryCopies:
             return None
         return content if isinstance(content, dict) and has_valid_checksum(content) else None
 
-    def _restore_copy(self, group: Sequence[_Found], like: Mapping[str, jax.ShapeDtypeStruct]) -> Copy | None:
+    def _restore_copy(self, group: Sequence[_OwnedManifest], like: Mapping[str, jax.ShapeDtypeStruct]) -> Copy | None:
         """Reads a copy. Returns None in all processes, and logs the reason, if it is damaged."""
         first = group[0].manifest
         content = self._read(self.directory / first.group / f"{first.writer}.json")
         record = json.loads(gather_texts(json.dumps({} if content is None else content["record"]))[group[0].owner])
-        parts: dict[str, dict[Bounds, _FoundPart]] = {}
+        parts: dict[str, dict[Bounds, _OwnedPart]] = {}
         for owner, manifest in group:
             file = self.directory / manifest.group / f"{manifest.writer}.bin"
             for part in manifest.parts:
-                parts.setdefault(part.name, {}).setdefault(part.bounds, _FoundPart(owner, file, part))
+                parts.setdefault(part.name, {}).setdefault(part.bounds, _OwnedPart(owner, file, part))
         arrays = {name: _restore_array(x, list(parts[name].values())) for name, x in sorted(like.items())}
         intact = {name: x for name, x in arrays.items() if x is not None}
         if len(intact) < len(arrays) or compute_checksums(intact) != record.get("digests"):
@@ -336,7 +336,7 @@ def neighbor_shift(places: tuple[Any, ...]) -> int | None:
     return next((k for k in distances if all(places[i] != places[(i + k) % count] for i in range(count))), None)
 
 
-def _restore_array(like: jax.ShapeDtypeStruct, parts: Sequence[_FoundPart]) -> jax.Array | None:
+def _restore_array(like: jax.ShapeDtypeStruct, parts: Sequence[_OwnedPart]) -> jax.Array | None:
     """Assembles an array from its parts. Returns None in all processes if a part is damaged."""
     local_parts = [_read_part(file, part) for owner, file, part in parts if owner == jax.process_index()]
     if any_process(None in local_parts):

@@ -133,9 +133,9 @@ def _find_collectives(program: Program) -> Iterator[tuple[Instruction, Computati
         # An all-reduce that the TPU compiler fused with the slice of its result takes as long as a reduce-scatter
         # (Austin et al. 2025, "How to Scale Your Model", part 9).
         scatters = any(name.startswith("all-reduce-scatter") for name in op.called_computations("calls"))
-        for one, of in ((op, computation), *walk_fusion(program, op)):
-            if _KIND.fullmatch(one.opcode):
-                yield one._replace(opcode="reduce-scatter", shape=op.shape) if scatters else one, of, times
+        for inner, scope in ((op, computation), *walk_fusion(program, op)):
+            if _KIND.fullmatch(inner.opcode):
+                yield inner._replace(opcode="reduce-scatter", shape=op.shape) if scatters else inner, scope, times
 
 
 def _is_continued(op: Instruction) -> bool:
