@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from orbax.checkpoint import v1 as ocp
 
 from lm_trainer.checkpoint.event_loops import always_drain_event_loops_on_close, drain_event_loops_on_close
 from lm_trainer.checkpoint.record import CheckpointError, root_cause, verify_record
@@ -47,6 +46,8 @@ class DiskSteps:
         return sorted(int(p.name) for p in self.directory.iterdir() if re.fullmatch(r"\d+", p.name) and p.is_dir())
 
     def read_record(self, step: int) -> dict[str, Any]:
+        from orbax.checkpoint import v1 as ocp
+
         try:
             with drain_event_loops_on_close():
                 meta = ocp.checkpointables_metadata(str(self.directory / str(step))).custom_metadata
@@ -57,6 +58,8 @@ class DiskSteps:
     def read_arrays(
         self, step: int, record: Mapping[str, Any], like: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, jax.Array]:
+        from orbax.checkpoint import v1 as ocp
+
         # Orbax skips arrays whose target is a placeholder.
         targets = {name: like.get(name, ocp.PLACEHOLDER) for name in record["shapes"]}
         try:
@@ -212,6 +215,8 @@ def _is_worth_logging(record: logging.LogRecord) -> bool:
 
 
 def _open_checkpointer(directory: Path, *, cleanup: bool) -> Any:
+    from orbax.checkpoint import v1 as ocp
+
     context = ocp.Context()
     # With compression, saving 378 MB took 5.4 s instead of 0.7 s, and the files were only 8 % smaller.
     context.array.saving.use_compression = False

@@ -10,7 +10,6 @@ import os
 import socket
 import time
 from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 _TIMEOUT_SECONDS = 4.0
 _FAILURE_CACHED_SECONDS = 30.0
@@ -25,6 +24,9 @@ def hub_unreachable_reason() -> str | None:
 
     Nothing is checked behind a proxy, because only the proxy could know. A success is cached for the whole process.
     """
+    # Imports ssl, http and email, which nobody needs to read a configuration.
+    from urllib.request import getproxies
+
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

@@ -105,7 +105,8 @@ from cli.main import main
 try:
     main()
 finally:
-    print(*sorted({"flax", "grain", "jax", "optax", "orbax", "scipy"} & sys.modules.keys()), file=sys.stderr)
+    packages = {"flax", "grain", "jax", "optax", "orbax", "scipy", "ssl", "tokenizers", "transformers"}
+    print(*sorted(packages & sys.modules.keys()), file=sys.stderr)
 """
     Path("main.py").write_text(program)
     arguments = [sys.executable, "main.py", command[0], config, *command[1:]]
@@ -113,6 +114,27 @@ finally:
     assert ("jax" in done.stderr.split()) == bool(command[1:])
     assert bool(done.stderr.split()) == bool(command[1:])
     assert done.stdout == lmt("config", command[0], config, *command[1:]).stdout
+
+
+@pytest.mark.slow
+def test_a_dry_run_loads_nothing_that_saves_or_reads_rows_and_seldom_collects_garbage(config: str) -> None:
+    program = """
+import gc
+import sys
+from lm_trainer.__main__ import main
+sys.argv = ["lmt", "train", "--dry-run", *sys.argv[1:]]
+try:
+    main()
+finally:
+    packages = {"grain", "jax", "orbax", "tensorstore", "tokenizers", "torch", "transformers"}
+    print(*sorted(packages & sys.modules.keys()), gc.get_stats()[0]["collections"], file=sys.stderr)
+"""
+    arguments = [sys.executable, "-c", program, config, "data.tokenizer=bytes"]
+    done = subprocess.run(arguments, env=lmt_environment(), capture_output=True, text=True, check=True)
+    *packages, collections = done.stderr.splitlines()[-1].split()
+    assert packages == ["jax"]
+    # With Python's default threshold there are more than 600.
+    assert int(collections) < 100
 
 
 MISTAKES = [

@@ -13,16 +13,18 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
-from tokenizers import Tokenizer as RustTokenizer
 
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import local_path
 from lm_trainer.data.tokenizer.files import CONFIG_FILE, TEMPLATE_FILE, TEMPLATES, TOKEN_MAP_FILE, TOKENIZER_FILE
 from lm_trainer.data.tokenizer.rust import open_rust, settings_without_sampling, without_sampling
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RustTokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from tokenizers import Tokenizer as RustTokenizer
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RustTokenizer
 
 _SAMPLING = ("alpha", "nbest_size", "enable_sampling")
 """Settings with which Unigram models and SentencePiece sample one of several segmentations of a text."""
@@ -60,6 +62,8 @@ def open_rust(content: str) -> RustTokenizer:
     Raises:
         Exception: if the content is not a tokenizer. The package has no narrower error type.
     """
+    from tokenizers import Tokenizer as RustTokenizer
+
     rust = RustTokenizer.from_str(content)
     # Found in the text unless its key is spelt with escapes.
     if 0 < (getattr(rust.model, "dropout", None) or 0) < 1:

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from pydantic import Field
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
-from tokenizers import Tokenizer as RustTokenizer
 
 from lm_trainer.data.sources import BadRow, Shard
 from lm_trainer.data.sources.base import full_text, replace_surrogates
@@ -35,9 +33,11 @@ class TrainedBpe(TokenizerConfig):
 
 def train_bpe(config: TrainedBpe, shards: Sequence[Shard]) -> HfTokenizer:
     """Trains a tokenizer on the documents of `shards`. It depends only on the text, not on the number of threads."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
     # Sorted, since the package returns the alphabet in no fixed order.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = RustTokenizer(models.BPE())
+    tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     trainer = trainers.BpeTrainer(
