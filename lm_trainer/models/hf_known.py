@@ -10,7 +10,7 @@ from typing import Any
 from lm_trainer.core.errors import UserError
 from lm_trainer.models.base import DecoderConfig
 from lm_trainer.models.generation_fields import GENERATION_FIELDS
-from lm_trainer.models.hf_table import HfFamily, settings_to_hf
+from lm_trainer.models.hf_table import settings_to_hf
 
 WITHOUT_EFFECT = frozenset(
     (
@@ -71,8 +71,8 @@ def check_fields_known(config_class: type[DecoderConfig], hf: Mapping[str, Any])
 @functools.cache
 def known_fields(config_class: type[DecoderConfig]) -> frozenset[str]:
     """Returns the names of the fields of a family's config.json whose meaning is known."""
-    family: HfFamily = config_class.hf_family()
+    family = config_class.hf_family()
     tables = {name for entry in family.fields for name in (entry.hf, *entry.old_names)}
     # Fields that are written are also read, except for the ones that follow from others.
     written = settings_to_hf(family, config_class()).keys()
-    return frozenset().union(tables, written, family.read_only, WITHOUT_EFFECT, GENERATION_FIELDS, _ROPE)
+    return frozenset({*tables, *written, *family.read_only, *WITHOUT_EFFECT, *GENERATION_FIELDS, *_ROPE})
