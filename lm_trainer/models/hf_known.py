@@ -51,11 +51,11 @@ def check_fields_known(config_class: type[DecoderConfig], hf: Mapping[str, Any])
     Raises:
         UserError: naming all such fields.
     """
-    known = known_fields(config_class)
+    known_names = known_fields(config_class)
     unknown = [
         f"{name}={value!r}"
         for name, value in hf.items()
-        if name not in known
+        if name not in known_names
         and not _WITHOUT_EFFECT.fullmatch(name)
         and value is not None
         and value is not False

@@ -67,13 +67,15 @@ _TYPES_BY_HF = {config.hf.model_type: config.model_fields["type"].default for co
 
 def list_family_checks() -> dict[str, dict[str, Selection]]:
     """Returns, for each family, its checks and the most frequent selection of tests that includes each."""
-    found: dict[str, dict[str, Selection]] = {config.model_fields["type"].default: {} for config in MODEL_CONFIGS}
+    checks_by_family: dict[str, dict[str, Selection]] = {
+        config.model_fields["type"].default: {} for config in MODEL_CONFIGS
+    }
     for check, tests in CHECKS.items():
         for test in tests:
             for family, selection in _list_cases(test):
-                of_family = found[family]
+                of_family = checks_by_family[family]
                 of_family[check] = min(of_family.get(check, selection), selection, key=SELECTIONS.index)
-    return found
+    return checks_by_family
 
 
 def _list_cases(test: Test | OfFamily) -> Iterator[tuple[str, Selection]]:

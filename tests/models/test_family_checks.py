@@ -37,7 +37,7 @@ def test_cases_are_found_with_the_tests_that_include_them(monkeypatch: pytest.Mo
 
     checks_of_tests = {"some": [of_some, of_two, OfFamily("whisper", of_one)]}
     monkeypatch.setattr("tests.models.family_checks.CHECKS", checks_of_tests)
-    checks = {family: found for family, found in list_family_checks().items() if found}
+    checks = {family: of_family for family, of_family in list_family_checks().items() if of_family}
     assert checks == {
         "llama": {"some": "slow"},
         "mixtral": {"some": "quick"},
