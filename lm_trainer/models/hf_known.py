@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -68,7 +67,6 @@ def check_fields_known(config_class: type[DecoderConfig], hf: Mapping[str, Any])
         )
 
 
-@functools.cache
 def known_fields(config_class: type[DecoderConfig]) -> frozenset[str]:
     """Returns the names of the fields of a family's config.json whose meaning is known."""
     family = config_class.hf_family()

@@ -8,6 +8,7 @@ Shape letters: P slots, D width of a row, F width of a result, E groups.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ def megablox_product(x_PD: jax.Array, w_EDF: jax.Array, slots: Slots, *, interpr
     """
     # The kernels leave the rows of empty slots, and of their gradients, as they are in memory, so they are zeroed.
     used_P1 = (jnp.arange(x_PD.shape[0]) < jnp.sum(slots.counts_E))[:, None]
-    y_PF = _product(interpret, jnp.where(used_P1, x_PD, 0), w_EDF, slots.counts_E)
+    y_PF: Any = _product(interpret, jnp.where(used_P1, x_PD, 0), w_EDF, slots.counts_E)
     return jnp.where(used_P1, y_PF, 0)
 
 

@@ -74,7 +74,8 @@ def list_family_checks() -> dict[str, dict[str, Selection]]:
         for test in tests:
             for family, selection in _list_cases(test):
                 of_family = checks_by_family[family]
-                of_family[check] = min(of_family.get(check, selection), selection, key=SELECTIONS.index)
+                selections = {of_family.get(check, selection), selection}
+                of_family[check] = next(one for one in SELECTIONS if one in selections)
     return checks_by_family
 
 
@@ -109,4 +110,7 @@ def _find_family(values: Sequence[Any]) -> str:
 
 def _find_selection(marks: Sequence[Any]) -> Selection:
     names = {getattr(mark, "name", None) for mark in marks}
-    return next((selection for selection in reversed(SELECTIONS) if selection in names), "quick")
+    for selection in reversed(SELECTIONS):
+        if selection in names:
+            return selection
+    return "quick"
