@@ -66,7 +66,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_kv_heads": 8,
     },
 }
-VOCAB = {"gpt2-124m": 50304, "llama-1b": 50304, "llama-8b": 128256, "llama-70b": 128256, "mixtral-8x1b": 32000}
+MODELS["mixtral-8x1b-grouped"] = {**MODELS["mixtral-8x1b"], "expert_kernel": "grouped"}
+VOCAB = {
+    **{"gpt2-124m": 50304, "llama-1b": 50304, "llama-8b": 128256, "llama-70b": 128256},
+    **dict.fromkeys(("mixtral-8x1b", "mixtral-8x1b-grouped"), 32000),
+}
 
 
 class Case(NamedTuple):
@@ -90,6 +94,7 @@ _V5P = [
     *(Case("llama-1b", "v5p:4x4x4", 4, 2, mode) for mode in ("fast", "elastic", "layerwise")),
     *(Case("llama-8b", "v5p:4x4x4", 2, 4, mode) for mode in ("fast", "layerwise")),
     *(Case("mixtral-8x1b", "v5p:4x4x4", 2, 2, mode) for mode in ("fast", "layerwise")),
+    Case("mixtral-8x1b-grouped", "v5p:4x4x4", 2, 2, "layerwise"),
 ]
 TPU = [
     *(Case("gpt2-124m", "v5e:2x2", 8, 4, mode) for mode in ("fast", "elastic", "layerwise")),
@@ -105,6 +110,7 @@ GPU = [
     *(Case("gpt2-124m", "8xH100", 16, 2, mode) for mode in ("fast", "elastic", "layerwise")),
     *(Case("llama-1b", "8xH100", 4, n, mode) for n in (2, 8) for mode in ("fast", "elastic", "layerwise")),
     *(Case("mixtral-8x1b", "8xH100", 2, 2, mode) for mode in ("fast", "layerwise")),
+    Case("mixtral-8x1b-grouped", "8xH100", 2, 2, "layerwise"),
     *(Case("llama-8b", "8xH100", 1, 4, mode) for mode in ("fast", "layerwise")),
     *(Case("llama-8b", "64xH100", 2, n, mode) for n in (2, 8) for mode in ("fast", "layerwise")),
     *(Case("llama-70b", "64xH100", 1, 2, mode) for mode in ("fast", "layerwise")),

@@ -1,15 +1,15 @@
-"""Compiles the experts of a layer, forward and backward, for GPUs, and reports FLOPs, bytes and memory of each kernel.
+"""Compiles the experts of a layer, forward and backward, and reports FLOPs, bytes and memory of each kernel.
 
-    python -m benchmarks.compiled_experts --out benchmarks/results/compiled/experts.md
+    python -m benchmarks.compiled_experts gpu --out benchmarks/results/compiled/experts.md
+    python -m benchmarks.compiled_experts tpu --out benchmarks/results/compiled/experts_tpu.md
 
-Needs JAX's CUDA plug-in, but no GPU, and JAX 0.10: later versions make the kernel only on a machine with a GPU. Takes
-some minutes.
+Needs the compiler, which is JAX's CUDA plug-in or libtpu, but no such device. For GPUs it needs JAX 0.10: later
+versions make the kernel only on a machine with a GPU. Takes some minutes.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -27,13 +27,15 @@ from lm_trainer.parallel.target_platform import compiling_for
 from lm_trainer.plan.devices import parse_devices
 from lm_trainer.plan.programs import ProgramWork
 from lm_trainer.plan.target import target_devices
+from lm_trainer.profile.devices import device_platform
 from lm_trainer.step.dispatch.repeatable import compile_repeatable
 
 
 class Case(NamedTuple):
-    """The experts of one layer, and the GPU to compile them for."""
+    """The experts of one layer, and the device to compile them for."""
 
-    gpu: str
+    device: str
+    """As in `--devices` of `lmt plan`; the first one of several."""
     dtype: str
     tokens: int
     dim: int
@@ -49,34 +51,47 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         experts = f"{self.chosen} of {self.experts}, {self.dim} x {self.width}"
-        return f"{self.gpu}, {self.dtype}, {self.tokens:,} tokens, {experts}"
+        return f"{self.device}, {self.dtype}, {self.tokens:,} tokens, {experts}"
 
 
 _MIXTRAL, _QWEN = (4096, 2048, 4096, 8, 2), (4096, 2048, 768, 128, 8)
-CASES = [
-    Case("H100", "bfloat16", *_MIXTRAL, kernels=("dense", "ragged_dot", "grouped")),
-    Case("H100", "float32", *_MIXTRAL),
-    Case("H100", "bfloat16", *_QWEN, kernels=("dense", "ragged_dot", "grouped")),
-    Case("A100", "bfloat16", *_MIXTRAL),
-    Case("B200", "bfloat16", *_MIXTRAL),
+_GPU = [
+    Case("1xH100", "bfloat16", *_MIXTRAL, kernels=("dense", "ragged_dot", "grouped")),
+    Case("1xH100", "float32", *_MIXTRAL),
+    Case("1xH100", "bfloat16", *_QWEN, kernels=("dense", "ragged_dot", "grouped")),
+    Case("1xA100", "bfloat16", *_MIXTRAL),
+    Case("1xB200", "bfloat16", *_MIXTRAL),
 ]
+_TPU = [
+    Case("v5p:2x2x1", "bfloat16", *_MIXTRAL, kernels=("dense", "ragged_dot", "grouped")),
+    Case("v5p:2x2x1", "bfloat16", *_QWEN, kernels=("dense", "ragged_dot", "grouped")),
+    Case("v5e:2x2", "float32", *_MIXTRAL, kernels=("grouped",)),
+]
+COMPILERS = {"gpu": (_GPU, "jax-cuda12-plugin"), "tpu": (_TPU, "libtpu")}
+"""Kind of device -> the cases to compile for it, and the package of its compiler."""
+EMPTY_SLOTS = {
+    "gpu": "the last tile of each expert counts as half empty",
+    "tpu": "a tile with slots of two experts counts for both",
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("kind", choices=COMPILERS, help="devices to compile for")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    rows = [[str(case), kernel, *measure(case, kernel)] for case in CASES for kernel in case.kernels]
-    columns = ["experts", "kernel", "FLOPs / useful", "GB moved", "GB temporary", "Triton kernels"]
+    cases, package = COMPILERS[options.kind]
+    rows = [[str(case), kernel, *measure(case, kernel)] for case in cases for kernel in case.kernels]
+    columns = ["experts", "kernel", "FLOPs / useful", "GB moved", "GB temporary", "kernels"]
     text = [
-        "# Experts of a layer by the GPU's own compiler",
+        f"# Experts of a layer by the {options.kind.upper()}'s own compiler",
         "",
-        f"jax-cuda12-plugin {version('jax-cuda12-plugin')}, jax {jax.__version__}; regenerate: "
-        "`python -m benchmarks.compiled_experts --out FILE`.",
+        f"{package} {version(package)}, jax {jax.__version__}; regenerate: "
+        f"`python -m benchmarks.compiled_experts {options.kind} --out FILE`.",
         "",
-        "Loss and gradient of one layer on one device, compiled without the GPU and not run. Useful are the products",
-        "of tokens with the experts that they chose; the router is included in the FLOPs. Of a grouped kernel, the",
-        "last tile of each expert counts as half empty. An array counts once for each kernel that reads or writes it.",
+        "Loss and gradient of one layer on one device, compiled without it and not run. Useful are the products of",
+        "tokens with the experts that they chose; the router is included in the FLOPs. Of a grouped kernel,",
+        f"{EMPTY_SLOTS[options.kind]}. An array counts once for each kernel that reads or writes it.",
         "",
         markdown_table(columns, rows),
         "",
@@ -86,7 +101,8 @@ def main() -> None:
 
 def measure(case: Case, kernel: ExpertKernel) -> list[str]:
     """Compiles a case, and returns the figures of a row."""
-    device, dtype = target_devices(parse_devices(f"1x{case.gpu}"))[0], jnp.dtype(case.dtype)
+    group, dtype = parse_devices(case.device), jnp.dtype(case.dtype)
+    device, platform = target_devices(group)[0], device_platform(group.kind)
     spec = MoeSpec(case.width, case.experts, case.chosen, kernel=kernel)
 
     def build() -> Moe:
@@ -102,13 +118,12 @@ def measure(case: Case, kernel: ExpertKernel) -> list[str]:
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=SingleDeviceSharding(device))
 
     arguments = jax.tree.map(on_device, (params, jax.ShapeDtypeStruct((1, case.tokens, case.dim), dtype)))
-    with compiling_for("gpu"):
-        compiled = compile_repeatable(jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arguments), "gpu")
+    with compiling_for(platform):
+        compiled = compile_repeatable(jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arguments), platform)
     work, memory = ProgramWork.from_hlo("experts", 1, compiled.as_text() or ""), compiled.memory_analysis()
     assert memory is not None
     figures = f"{work.flops / case.useful_flops:.2f}", f"{work.num_bytes / 1e9:.1f}"
-    kernels = sum(count for name, count in work.kernels.items() if re.search("triton", name))
-    return [*figures, f"{memory.temp_size_in_bytes / 1e9:.2f}", str(kernels)]
+    return [*figures, f"{memory.temp_size_in_bytes / 1e9:.2f}", str(sum(work.kernels.values()))]
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def _gemma4(draw: Draw) -> Fields:
         **draw.one({}, {"factor": 4.0}),
     }
     return {
-        **fields, "hidden_activation": fields.pop("hidden_act"), "sliding_window": draw.window(),
+        **_rename(fields, "hidden_act", "hidden_activation"), "sliding_window": draw.window(),
         "global_head_dim": draw.one(8, 12, 16), "attention_k_eq_v": shared_values,
         "num_global_key_value_heads": draw.one(None, *(n for n in range(1, heads + 1) if heads % n == 0)),
         "hidden_size_per_layer_input": 0, "final_logit_softcapping": draw.one(None, 1.0, 30.0),

@@ -7,13 +7,24 @@ A page contains a marker such as `<!-- generated: command line -->`; words after
 import re
 from collections.abc import Callable
 
-from docs.generate import command_line, configuration, features, levanter, notebook, repository, schedules, speed
+from docs.generate import (
+    command_line,
+    configuration,
+    family_checks,
+    features,
+    levanter,
+    notebook,
+    repository,
+    schedules,
+    speed,
+)
 
 GENERATORS: dict[str, Callable[..., str]] = {
     "configuration": configuration.configuration,
     "command line": command_line.command_line,
     "what there is": configuration.what_there_is,
     "features of models": features.features,
+    "checks of families": family_checks.family_checks,
     "keys of Levanter": levanter.levanter_keys,
     "file": repository.file_of_repository,
     "output": repository.output,

@@ -16,12 +16,12 @@ from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import UserError
 from lm_trainer.export.card import TrainingFacts, model_card
 from lm_trainer.export.files import CONFIG, FILES, GENERATION
-from lm_trainer.export.generation_fields import describe_unsupported
 from lm_trainer.export.output import atomic_directory
 from lm_trainer.export.peft_files import AdaptedWeights, base_model_directory, is_adapter_directory
 from lm_trainer.export.settings import HfSettings, is_read_quantization
 from lm_trainer.export.weights import Weights, read_json, write_weights
 from lm_trainer.models import hf
+from lm_trainer.models.generation_fields import describe_unsupported
 from lm_trainer.models.hf_section import allows_any_length
 from lm_trainer.models.hf_table import file_name
 from lm_trainer.step.state.inference_sharding import shard_for_inference

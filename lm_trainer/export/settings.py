@@ -12,9 +12,9 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer.base import token_text
 from lm_trainer.data.tokenizer.files import CONFIG_FILE, read_copied_files
 from lm_trainer.export.files import CONFIG, GENERATION, PREPROCESSOR, PROCESSOR_FILES
-from lm_trainer.export.generation_fields import generation_from_config
 from lm_trainer.export.weights import read_json
 from lm_trainer.models import hf
+from lm_trainer.models.generation_fields import generation_from_config
 from lm_trainer.models.hf_section import allows_any_length
 
 if TYPE_CHECKING:

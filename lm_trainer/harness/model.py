@@ -16,7 +16,6 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer import HfTokenizer
-from lm_trainer.export.generation_fields import describe_unsupported
 from lm_trainer.export.huggingface import all_end_ids
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.generate.engine import generate_stream
@@ -24,6 +23,7 @@ from lm_trainer.generate.layout import to_decoding_layout
 from lm_trainer.generate.sampling import GenerateSettings
 from lm_trainer.generate.score import Context, Score, score
 from lm_trainer.harness.chat import TaskTemplate
+from lm_trainer.models.generation_fields import describe_unsupported
 from lm_trainer.nn.decoder import Decoder
 
 logger = logging.getLogger(__name__)

@@ -51,7 +51,10 @@ class ModelLadder(LadderConfig):
         return model_config(self, size_spec)
 
     def get_num_params(self, size_spec: str, vocab_size: int | None = None) -> int:
-        """Counts the parameters without the token embedding. As in OLMo-core, an untied output layer counts."""
+        """Counts the parameters that a token uses, without the token embedding.
+
+        As in OLMo-core, an untied output layer counts. Experts that the token did not choose do not.
+        """
         return count_params(self, size_spec, vocab_size)
 
     def get_num_devices(self, size_spec: str) -> int:

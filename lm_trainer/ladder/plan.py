@@ -42,7 +42,7 @@ class RungPlan:
     body_params: int
     """Number of parameters without the token embedding and the output layer."""
     num_params: int
-    """Number of parameters without the token embedding. The recipe is a function of this number."""
+    """Number of parameters that a token uses, without the token embedding. The recipe is a function of this number."""
     batch_size: int
     """Global batch size in tokens."""
     target_batch_size: int

@@ -13,7 +13,7 @@ from lm_trainer.ladder.batch import BatchShape, elastic_batch, olmo_batch
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.models.base import DecoderConfig
 from lm_trainer.optim.base import OptimizerConfig
-from lm_trainer.profile.flops import parameter_count
+from lm_trainer.profile.flops import active_parameter_count
 from lm_trainer.run.config.parametrization import StandardConfig
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.trackers.wandb import WandbConfig
@@ -48,14 +48,17 @@ def model_config(ladder: LadderConfig, size_spec: str) -> DecoderConfig:
 
 
 def count_params(ladder: LadderConfig, size_spec: str, vocab_size: int | None = None) -> int:
-    """Counts the parameters without the token embedding. As in OLMo-core, an untied output layer counts."""
+    """Counts the parameters that a token uses, without the token embedding.
+
+    As in OLMo-core, an untied output layer counts. Experts that the token did not choose do not.
+    """
     return count_model_params(model_config(ladder, size_spec), vocab_size or vocab_size_of(ladder))
 
 
 def count_model_params(model: DecoderConfig, vocab_size: int) -> int:
-    """Counts the parameters of a model without the token embedding."""
+    """Counts the parameters of a model like `count_params`."""
     spec = model.spec(vocab_size)
-    return parameter_count(spec) - vocab_size * spec.hidden_dim
+    return active_parameter_count(spec) - vocab_size * spec.hidden_dim
 
 
 def batch_shape(

@@ -55,6 +55,7 @@ class ApertusConfig(RotaryConfig):
         unprefixed=(HEAD.hf,),
         fixed={"attention_bias": False},
         inert={"attention_dropout": 0.0},
+        read_only=("qk_norm",),
         computed_from_hf=_from_hf,
         computed_to_hf=common_fields_to_hf,
         ignored=r"layers\.\d+\.mlp\.act_fn\.(beta|eps)",

@@ -74,6 +74,10 @@ class Cohere2Config(RotaryConfig):
         unprefixed=(HEAD.hf,),
         fixed={"attention_bias": False},
         inert={"attention_dropout": 0.0},
+        read_only=(
+            *("layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct"),
+            *("use_embedding_sharing", "use_gated_activation", "use_parallel_block"),
+        ),
         computed_from_hf=_from_hf,
         computed_to_hf=_to_hf,
         tied=TIED,

@@ -120,6 +120,7 @@ class DeepseekV3Config(MultiTokenConfig, _DeepseekConfig):
         unprefixed=(HEAD.hf,),
         fixed={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         inert={**_INERT, "aux_loss_alpha": 0.001, "seq_aux": True},
+        read_only=("head_dim", "qk_head_dim"),
         computed_from_hf=_v3_from_hf,
         computed_to_hf=_v3_to_hf,
         ignored=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
@@ -210,6 +211,7 @@ class DeepseekV2Config(_DeepseekConfig):
         # transformers never normalizes the weights of experts.
         fixed={"mlp_bias": False, "norm_topk_prob": False, "moe_layer_freq": 1, "scoring_func": "softmax"},
         inert={**_INERT, "aux_loss_alpha": 0.001, "seq_aux": True},
+        read_only=("head_dim", "qk_head_dim", "num_nextn_predict_layers"),
         computed_from_hf=_v2_from_hf,
         computed_to_hf=_v2_to_hf,
         ignored=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",

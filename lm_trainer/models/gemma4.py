@@ -153,6 +153,7 @@ class Gemma4Config(RotaryConfig):
         unprefixed=(HEAD.hf,),
         fixed={"attention_bias": False},
         inert={"attention_dropout": 0.0, "use_double_wide_mlp": False, "vocab_size_per_layer_input": 262144},
+        read_only=("per_layer_config",),
         computed_from_hf=_from_hf,
         computed_to_hf=_to_hf,
         tied=TIED,

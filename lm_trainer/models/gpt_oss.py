@@ -98,6 +98,7 @@ class GptOssConfig(GroupedExpertsConfig):
         fixed={},
         # transformers never reads this activation.
         inert={"attention_dropout": 0.0, "hidden_act": "silu"},
+        read_only=("experts_per_token", "initial_context_length"),
         computed_from_hf=_from_hf,
         computed_to_hf=_to_hf,
         tied=TIED,

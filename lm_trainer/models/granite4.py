@@ -128,6 +128,7 @@ class Granite4Config(GroupedExpertsConfig):
         # The activation of the convolutions and gates too, so no other one is supported.
         fixed={"attention_bias": False, "hidden_act": "silu"},
         inert={"attention_dropout": 0.0},
+        read_only=("time_step_limit", "layers_block_type", "init_method", "normalization_function"),
         computed_from_hf=_from_hf,
         computed_to_hf=_to_hf,
         tied=TIED,

@@ -15,6 +15,7 @@ from lm_trainer.core.tree import from_named_leaves, leaf_name, named_leaves
 from lm_trainer.models import MODEL_CONFIGS
 from lm_trainer.models.base import DecoderConfig
 from lm_trainer.models.hf_constants import check_constants, constant_tensors
+from lm_trainer.models.hf_known import check_fields_known
 from lm_trainer.models.hf_param import ParamInfo
 from lm_trainer.models.hf_stream import SourceSlice, source_slices
 from lm_trainer.models.hf_table import (
@@ -39,7 +40,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     defaults.
 
     Raises:
-        UserError: for an unknown family, or a setting that has no counterpart here.
+        UserError: for an unknown family, a setting that has no counterpart here, or a field that is not known.
     """
     # Families without a format are included, so that their files are refused with the reason.
     families = {config.hf.model_type: config for config in MODEL_CONFIGS}
@@ -55,6 +56,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
         raise UserError(f"config.json: model_type={hf.get('model_type')!r} is not supported; supported: {supported}")
     family = config_class.hf_family()
     fields = settings_from_hf(family, hf)
+    check_fields_known(config_class, hf)
     vocab_size = hf.get("vocab_size")
     # In Python a bool is an int, but in JSON it is not a number.
     if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or vocab_size < 1:

@@ -91,6 +91,9 @@ class HfFamily:
     inert: Mapping[str, Any] = field(default_factory=dict)
     """Fields that do not affect the results of a trained model, such as a dropout that is not supported here. Any value
     in a file is accepted, and files written here have this value."""
+    read_only: tuple[str, ...] = ()
+    """Fields of config.json that may be in a file, and are not always written: names of earlier versions, and fields
+    that follow from others. A field that no table names is refused."""
     ignored: str = ""
     """Regular expression for names of tensors in older files that are not parameters."""
     constants: Mapping[str, float] = field(default_factory=dict)

@@ -59,6 +59,7 @@ class MiniCpm3Config(LatentConfig):
         unprefixed=(HEAD.hf,),
         fixed={"mlp_bias": False},
         inert={"attention_dropout": 0.0, "pretraining_tp": 1},
+        read_only=("head_dim", "qk_head_dim"),
         computed_from_hf=_from_hf,
         computed_to_hf=_to_hf,
         tied=TIED,

@@ -80,6 +80,7 @@ class MptConfig(EqualHeadsConfig):
         ),
         prefix="transformer.",
         fixed={"learned_pos_emb": True, "no_bias": True, "logit_scale": None, "tie_word_embeddings": True},
+        read_only=("embedding_fraction", "norm_type", "init_config", "tokenizer_name"),
         computed_from_hf=_from_hf,
         computed_to_hf=_to_hf,
         tied={"lm_head.weight": "wte.weight"},

@@ -77,6 +77,7 @@ class GptNeoxConfig(EqualHeadsConfig):
         prefix="gpt_neox.",
         unprefixed=("embed_out.weight",),
         fixed={},
+        read_only=("partial_rotary_factor",),
         computed_from_hf=_from_hf,
         computed_to_hf=_to_hf,
         ignored=r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",

@@ -84,6 +84,7 @@ class Phi3Config(RotaryConfig):
         unprefixed=(HEAD.hf,),
         fixed={},
         inert={"attention_dropout": 0.0, "embd_pdrop": 0.0},
+        read_only=("original_max_position_embeddings", "interpolate_factor", "full_attn_mod"),
         computed_from_hf=_from_hf,
         computed_to_hf=_to_hf,
         tied=TIED,

@@ -77,6 +77,7 @@ class Qwen2MoeConfig(GroupedExpertsConfig):
         unprefixed=(HEAD.hf,),
         fixed={"use_sliding_window": False},
         inert={"attention_dropout": 0.0},
+        read_only=("layer_types", "sliding_window", "max_window_layers"),
         computed_from_hf=_from_hf,
         computed_to_hf=_to_hf,
         tied=TIED,

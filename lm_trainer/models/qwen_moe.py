@@ -87,6 +87,7 @@ class Qwen3MoeConfig(ExpertsConfig):
         unprefixed=(HEAD.hf,),
         fixed={"attention_bias": False},
         inert={"attention_dropout": 0.0},
+        read_only=("num_local_experts", "layer_types", "max_window_layers"),
         computed_from_hf=_from_hf,
         computed_to_hf=_to_hf,
         tied=TIED,

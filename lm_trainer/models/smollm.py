@@ -75,6 +75,7 @@ class SmolLm3Config(LayersWithoutRopeConfig):
         unprefixed=(HEAD.hf,),
         fixed={"attention_bias": False, "mlp_bias": False},
         inert={"attention_dropout": 0.0},
+        read_only=("max_window_layers",),
         computed_from_hf=_from_hf,
         computed_to_hf=_to_hf,
         tied=TIED,

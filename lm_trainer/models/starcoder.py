@@ -78,6 +78,10 @@ class StarCoder2Config(RotaryConfig):
         prefix="model.",
         unprefixed=(HEAD.hf,),
         fixed={},
+        read_only=(
+            *("activation_function", "attention_softmax_in_fp32", "layer_norm_epsilon", "mlp_type"),
+            *("norm_type", "scale_attention_softmax_in_fp32"),
+        ),
         computed_from_hf=_from_hf,
         computed_to_hf=_to_hf,
         tied=TIED,

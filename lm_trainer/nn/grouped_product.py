@@ -19,13 +19,11 @@ import jax.numpy as jnp
 
 from lm_trainer.nn.expert_slots import Slots
 from lm_trainer.nn.gpu_generation import local_gpu_obstacle
+from lm_trainer.nn.tpu_product import SLOT_MULTIPLE, megablox_product
 from lm_trainer.nn.triton_product import grouped_product
 
-_CPU_ROWS = 32
+CPU_SLOTS = 32
 """Slots of a block on CPUs. Smaller blocks read the matrices more often; larger blocks have more empty slots."""
-_TPU_TILES = (512, 1024, 1024)
-"""Largest tiles of the TPU kernel: slots, contraction, results. They fit the vector memory of every TPU since v4."""
-_TPU_LANES = 128
 
 
 @dataclass(frozen=True)
@@ -90,32 +88,19 @@ _block_product.defvjp(_block_forward, _block_backward)
 
 
 def _product_in_blocks(x_PD: jax.Array, w_EDF: jax.Array, slots: Slots) -> jax.Array:
-    used = jnp.sum(-(-slots.counts_E // _CPU_ROWS))
-    return _block_product(x_PD, w_EDF, _Blocks(slots.expert_P[::_CPU_ROWS], used))
-
-
-def megablox_product(x_PD: jax.Array, w_EDF: jax.Array, slots: Slots, *, interpret: bool = False) -> jax.Array:
-    """Multiplies with JAX's kernel for TPUs (Gale et al. 2022, arXiv 2211.15841); `interpret` emulates it."""
-    from jax.experimental.pallas.ops.tpu.megablox import ops
-
-    sizes = (x_PD.shape[0], *w_EDF.shape[1:])
-    tiles = tuple(min(tile, -(-size // _TPU_LANES) * _TPU_LANES) for tile, size in zip(_TPU_TILES, sizes, strict=True))
-    # The kernel leaves the rows of empty slots, and of their gradients, as they are in memory, so they are zeroed.
-    used_P1 = (jnp.arange(x_PD.shape[0]) < jnp.sum(slots.counts_E))[:, None]
-    x_PD = jnp.where(used_P1, x_PD, 0)
-    y_PF = ops.gmm(x_PD, w_EDF, slots.counts_E, x_PD.dtype, tiles, None, None, False, interpret)
-    return jnp.where(used_P1, y_PF, 0)
+    used = jnp.sum(-(-slots.counts_E // CPU_SLOTS))
+    return _block_product(x_PD, w_EDF, _Blocks(slots.expert_P[::CPU_SLOTS], used))
 
 
 KERNELS = {
-    "cpu": GroupedKernel(_product_in_blocks, align=_CPU_ROWS, multiple=_CPU_ROWS),
+    "cpu": GroupedKernel(_product_in_blocks, align=CPU_SLOTS, multiple=CPU_SLOTS),
     "gpu": GroupedKernel(grouped_product, find_obstacle=local_gpu_obstacle),
-    "tpu": GroupedKernel(megablox_product, multiple=_TPU_TILES[0]),
+    "tpu": GroupedKernel(megablox_product, multiple=SLOT_MULTIPLE),
 }
 """The kernel of each platform that has one."""
 
 INTERPRETED_GPU = GroupedKernel(functools.partial(grouped_product, interpret=True))
 """The kernel for GPUs, emulated."""
 
-INTERPRETED_TPU = GroupedKernel(functools.partial(megablox_product, interpret=True), multiple=_TPU_TILES[0])
+INTERPRETED_TPU = GroupedKernel(functools.partial(megablox_product, interpret=True), multiple=SLOT_MULTIPLE)
 """The kernel for TPUs, emulated."""

@@ -103,7 +103,8 @@ def _product_seconds(work: LayoutWork, machine: Machine) -> tuple[float, float]:
     divided = (forward - count.head) / work.tensor + count.head / work.head_shards
     # The FLOPs of a step contain three times the scores, also if only adapters are trained.
     training = (work.training_flops - 3 * scores) * divided / forward
-    training += unneeded_expert_flops(work.spec, device_platform(machine.kind)) / work.tensor
+    unneeded = unneeded_expert_flops(work.spec, device_platform(machine.kind), work.tokens, work.sizes["expert"])
+    training += unneeded / work.tensor
     repeated = work.recomputation.products / work.tensor
     # Products of few tokens wait for their weights.
     needed = max(work.tokens * training / machine.product_rate, weight_bytes(work) / machine.memory_rate)

@@ -5,49 +5,77 @@ from __future__ import annotations
 import math
 import re
 
+from lm_trainer.nn import tpu_product, triton_product
 from lm_trainer.nn.expert_spec import MoeSpec
+from lm_trainer.nn.grouped_product import CPU_SLOTS
 from lm_trainer.nn.spec import DecoderSpec, MlpSpec
-from lm_trainer.nn.triton_product import GRADIENT_NAME, PRODUCT_NAME, tile_slots
+from lm_trainer.nn.triton_product import GRADIENT_NAME, PRODUCT_NAME
 from lm_trainer.profile.hlo import Computation, Instruction, array_dimensions
 
 TRITON = "__gpu$xla.gpu.triton"
 """Target of the custom calls of Pallas kernels for GPUs in compiled programs."""
-_NAME = re.compile(rf'"{re.escape(TRITON)}".* name = "({PRODUCT_NAME}|{GRADIENT_NAME})"')
+_TRITON_KERNEL = re.compile(rf'"{re.escape(TRITON)}".* name = "({PRODUCT_NAME}|{GRADIENT_NAME})"')
+_TPU_KERNEL = re.compile(r'"tpu_custom_call".*op_name="[^"]*jit\((gmm|tgmm)\)')
 
 
 def grouped_kernel_flops(op: Instruction, computation: Computation) -> float:
-    """Returns the FLOPs of a grouped product in a compiled program for GPUs; 0 for any other instruction.
+    """Returns the FLOPs of a grouped product in a compiled program for GPUs or TPUs; 0 for any other instruction.
 
-    The last tile of each expert is half empty in the mean over all numbers of tokens. If devices share the experts, the
-    rows of all of them are counted, although each device computes only its part.
+    On GPUs, the last tile of each expert is half empty in the mean over all numbers of tokens. On TPUs, a tile with
+    slots of two experts is computed for both. If devices share the experts, the rows of all of them are counted,
+    although each device computes only its part.
     """
-    match = _NAME.search(op.attributes)
-    if match is None:
+    if match := _TRITON_KERNEL.search(op.attributes):
+        operands, is_gradient, platform = op.operands[:2], match[1] == GRADIENT_NAME, "gpu"
+    elif match := _TPU_KERNEL.search(op.attributes):
+        # Rows and matrices come after the arrays that describe the groups.
+        operands, is_gradient, platform = op.operands[-2:], match[1] == "tgmm", "tpu"
+    else:
         return 0.0
-    result, rows, second = (
-        array_dimensions(shape) for shape in (op.shape, *(computation[name].shape for name in op.operands[:2]))
-    )
-    if match[1] == GRADIENT_NAME:
-        # Tiles of the gradient are small in the direction of the slots.
-        return 2.0 * rows[0] * math.prod(result[1:])
-    computed = rows[0] + second[0] * tile_slots(rows[0], second[0]) / 2
-    return 2.0 * computed * rows[1] * result[1]
+    result, rows, second = (array_dimensions(shape) for shape in (op.shape, *(computation[x].shape for x in operands)))
+    experts, dim, width = (result[0], *result[1:]) if is_gradient else (second[0], rows[1], result[1])
+    return 2.0 * (rows[0] + _count_empty_slots(platform, rows[0], experts, is_gradient=is_gradient)) * dim * width
 
 
-def unneeded_expert_flops(spec: DecoderSpec, platform: str) -> int:
+def _count_empty_slots(platform: str, slots: int, experts: int, *, is_gradient: bool) -> float:
+    """Returns the number of slots without a token of the expert for which a kernel computes them, in the mean.
+
+    Args:
+        platform: platform of the kernel.
+        slots: number of slots of the rows.
+        experts: number of experts of a device.
+        is_gradient: true for the gradient of the matrices.
+    """
+    match platform:
+        case "gpu":
+            # Tiles of the gradient are small in the direction of the slots.
+            return 0 if is_gradient else experts * triton_product.tile_slots(slots, experts) / 2
+        case "tpu":
+            return (experts - 1) * tpu_product.tile_slots(slots, experts)
+        case _:
+            return experts * CPU_SLOTS / 2
+
+
+def unneeded_expert_flops(spec: DecoderSpec, platform: str, tokens: float, devices: int = 1) -> float:
     """Returns the FLOPs per token of a training step for experts that the token did not choose.
 
     `dense` computes every expert. XLA's grouped product on TPUs computes the gradient of the weights as one product
-    over all assignments for each expert. Empty slots of grouped kernels are not counted.
+    over all assignments for each expert. Grouped kernels compute tiles that contain slots without a token.
+
+    Args:
+        spec: the model.
+        platform: platform of the devices.
+        tokens: number of tokens of a device in a microbatch.
+        devices: number of devices that share the experts.
     """
     return sum(
-        _unneeded_flops(block.mlp, spec.hidden_dim, platform)
+        _unneeded_flops(block.mlp, spec.hidden_dim, platform, tokens, devices)
         for block in spec.all_blocks
         if isinstance(block.mlp, MoeSpec)
     )
 
 
-def _unneeded_flops(spec: MoeSpec, hidden: int, platform: str) -> int:
+def _unneeded_flops(spec: MoeSpec, hidden: int, platform: str, tokens: float, devices: int) -> float:
     of_expert = 2 * 3 * hidden * spec.hidden_dim
     match spec.kernel_on(platform):
         case "dense":
@@ -55,7 +83,13 @@ def _unneeded_flops(spec: MoeSpec, hidden: int, platform: str) -> int:
         case "ragged_dot":
             return of_expert * spec.top_k * (spec.num_experts - 1)
         case _:
-            return 0
+            slots, experts = int(tokens * _max_assignments(spec, devices)), spec.num_experts // devices
+            # The products of the forward pass, and of the gradients of rows and of matrices.
+            empty = sum(
+                _count_empty_slots(platform, slots, experts, is_gradient=is_gradient)
+                for is_gradient in (False, False, True)
+            )
+            return of_expert * empty / tokens
 
 
 def expected_targets(mlp: MoeSpec, devices: int) -> float:

@@ -276,6 +276,13 @@ def parameter_count(spec: DecoderSpec) -> int:
     return rows * spec.hidden_dim + blocks + norms + senses + _encoder_parameters(spec) + _later_parameters(spec)
 
 
+def active_parameter_count(spec: DecoderSpec) -> int:
+    """Returns the number of parameters that a token uses: all of them but the experts that it did not choose."""
+    mixtures = [block.mlp for block in spec.all_blocks if isinstance(block.mlp, MoeSpec)]
+    unused = sum((mlp.num_experts - mlp.top_k) * _expert_parameters(mlp, spec.hidden_dim) for mlp in mixtures)
+    return parameter_count(spec) - unused
+
+
 def _later_parameters(spec: DecoderSpec) -> int:
     if spec.multi_token is None:
         return 0
@@ -314,9 +321,8 @@ def _mlp_parameters(spec: MlpSpec | MoeSpec | None, hidden: int) -> int:
     if spec is None:
         return 0
     if isinstance(spec, MoeSpec):
-        # A row of the router, and the three matrices and biases of each expert.
-        biases = spec.bias * (2 * spec.hidden_dim + hidden)
-        experts = spec.num_experts * (hidden + 3 * hidden * spec.hidden_dim + biases)
+        # A column of the router for each expert.
+        experts = spec.num_experts * (hidden + _expert_parameters(spec, hidden))
         return experts + spec.num_experts * spec.router.logit_bias + _num_shared_weights(spec.shared, hidden)
     if spec.module is not None:
         return count_part(spec, hidden).total
@@ -324,6 +330,11 @@ def _mlp_parameters(spec: MlpSpec | MoeSpec | None, hidden: int) -> int:
     weights = (2 + spec.gated) * hidden * spec.hidden_dim
     biases = (1 + spec.gated) * spec.hidden_dim + hidden if spec.bias else 0
     return weights + biases + _activation_parameters(spec)
+
+
+def _expert_parameters(spec: MoeSpec, hidden: int) -> int:
+    """Returns the number of parameters of one expert: three matrices and their biases."""
+    return 3 * hidden * spec.hidden_dim + spec.bias * (2 * spec.hidden_dim + hidden)
 
 
 def _activation_parameters(spec: MlpSpec) -> int:

@@ -20,8 +20,9 @@ OTHER_FIELDS: dict[str, Any] = {
     "attention_dropout": 0.1,
     "pretraining_tp": 2,
     "transformers_version": "4.40.0",
-    "a_field_of_tomorrow": {"with": ["a", "value"]},
-    "time_step_limit": [0.0, float("inf")],
+    # A field of tomorrow that is off: with a value, it might change results.
+    "a_field_of_tomorrow": None,
+    "_private": {"with": ["a", "value"], "limits": [0.0, float("inf")]},
 }
 GENERATION: dict[str, Any] = {
     "bos_token_id": 1,

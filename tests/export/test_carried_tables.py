@@ -13,11 +13,13 @@ import pytest
 
 from lm_trainer.data.tokenizer.files import TOKENIZER_FILES
 from lm_trainer.export.files import DOWNLOADED, FILES
-from lm_trainer.export.generation_fields import GENERATION_FIELDS
 from lm_trainer.models import MODEL_CONFIGS
+from lm_trainer.models.generation_fields import GENERATION_FIELDS
+from lm_trainer.models.hf_known import check_fields_known
 from lm_trainer.models.hf_table import HfFamily, settings_from_hf
 
-FAMILIES = {config.hf.model_type: config.hf for config in MODEL_CONFIGS if isinstance(config.hf, HfFamily)}
+CONFIGS = {config.hf.model_type: config for config in MODEL_CONFIGS if isinstance(config.hf, HfFamily)}
+FAMILIES = {model_type: config.hf_family() for model_type, config in CONFIGS.items()}
 
 NOT_CARRIED = {
     # Pickles, and indices of them.
@@ -120,6 +122,7 @@ def test_every_field_of_a_family_is_known(model_type: str) -> None:
     config_class, family = auto.CONFIG_MAPPING[model_type], FAMILIES[model_type]
     config = config_class(**SETTINGS.get(model_type, {}))
     raw = Read(config.to_dict())
+    check_fields_known(CONFIGS[model_type], config.to_dict())
     settings_from_hf(family, raw)
     fields = {field.name for field in dataclasses.fields(config_class)} | set(raw)
     # A window that no layer has: where layers have one, the field is read or refused.

@@ -9,9 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
-from lm_trainer.export.generation_fields import generation_from_config
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.models import hf
+from lm_trainer.models.generation_fields import generation_from_config
 from tests.models.common import change
 from tests.models.test_hf_versions import WRITTEN_BY_4
 

@@ -136,6 +136,43 @@ def test_every_ladder_is_valid(path: Path) -> None:
     assert plan_rung(config, config.sizes[0], vocab_size=VOCABULARY).steps == runs[0].trainer.num_train_steps
 
 
+EXPERTS: dict[str, Any] = {
+    "hidden_dim": 8,
+    "intermediate_dim": 12,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "unused"),
+    [
+        ({**EXPERTS, "type": "mixtral", "n_routed_experts": 4, "num_experts_per_tok": 1}, 2 * 3 * (3 * 8 * 12)),
+        # With biases.
+        (
+            {**EXPERTS, "type": "gpt_oss", "head_dim": 4, "n_routed_experts": 4, "num_experts_per_tok": 3},
+            2 * 1 * (3 * 8 * 12 + 2 * 12 + 8),
+        ),
+    ],
+    ids=["mixtral", "gpt_oss"],
+)
+def test_parameters_of_experts_that_a_token_does_not_use_do_not_count(model: dict[str, Any], unused: int) -> None:
+    sizes = {"2k": model, "3k": {**model, "num_layers": 3}}
+    mixtures = ladder(
+        sizes=["2k", "3k"], model_configurator={"type": "transformer", "models": sizes}, sequence_length=16
+    )
+    all_params = parameter_count(mixtures.get_model_config("2k").spec(61))
+    assert mixtures.get_num_params("2k", 61) == all_params - 61 * 8 - unused
+    run = run_config(mixtures, "3k", vocab_size=61)
+    assert run.model.type == model["type"]
+    num_params, tokens = (
+        mixtures.get_num_params("3k", 61),
+        run.trainer.num_train_steps * run.trainer.train_batch_size * 16,
+    )
+    assert tokens == pytest.approx(4 * 20 * num_params, rel=0.2)
+
+
 def test_every_field_of_the_recipe_matters() -> None:
     base = {"chinchilla_multiple": 1.0}
 

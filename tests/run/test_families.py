@@ -2,8 +2,8 @@
 
 Four are compared on eight devices as a run compiles them, with dropout, with experts, with latent attention and with a
 recurrence; those with other ways of mixing positions on two, compiled quickly and without recomputing activations. All
-families are compared among the exhaustive tests, compiled as in a run. There, the families that bring most parts use
-eight devices, with all parameters and with those of one layer gathered at a time.
+families are compared among the exhaustive tests, with all parameters gathered at a time, compiled as in a run, and with
+those of one layer. There, the families that bring most parts use eight devices.
 """
 
 from __future__ import annotations
@@ -72,11 +72,13 @@ def test_one_device_and_several(make_config: MakeConfig, in_tmp_path: Path, mode
     assert_alike(make_config, model, devices)
 
 
-@pytest.mark.optimised
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", MOST_PARTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.optimised if name in MOST_PARTS else ()) for name in TINY]
+)
 def test_layer_by_layer(make_config: MakeConfig, in_tmp_path: Path, name: str) -> None:
-    assert_alike(make_config, change(TINY[name], gradient_checkpointing=True), 8, gather="layer")
+    devices = 8 if name in MOST_PARTS else 2
+    assert_alike(make_config, change(TINY[name], gradient_checkpointing=True), devices, gather="layer")
 
 
 def assert_alike(make_config: MakeConfig, model: AnyModel, devices: int, **trainer: Any) -> None:
