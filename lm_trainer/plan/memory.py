@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from lm_trainer.run.build.setup import TrainingSetup, build_setup
 from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.step.dispatch.device_groups import LAYERS_AT_ONCE
 from lm_trainer.step.dispatch.measured_programs import MeasuredPrograms
 from lm_trainer.step.dispatch.memory import PhaseBytes, bytes_per_device, memory_sort_key, state_bytes
 from lm_trainer.step.dispatch.mesh_group import dispatching_for
@@ -87,6 +89,7 @@ class StepMemory:
     ):
         self._correction = correction
         self._vocab_size, self._devices, self._platform = vocab_size, devices, platform
+        self._layers_at_once = LAYERS_AT_ONCE
         config = self.config = with_resolved_gather(config, vocab_size)
         setup = self.setup = self._build(config.trainer)
         plan = self.largest_step()
@@ -104,8 +107,11 @@ class StepMemory:
 
     def _build(self, trainer: TrainerConfig) -> TrainingSetup:
         """Returns a training setup that is only rehearsed and never runs."""
+        config = self.config.model_copy(update={"trainer": trainer})
         with on_one_shard(), dispatching_for(self._platform):
-            return build_setup(self.config.model_copy(update={"trainer": trainer}), self._vocab_size, self._devices)
+            setup = build_setup(config, self._vocab_size, self._devices)
+        setup.step.devices.layers_at_once = self._layers_at_once
+        return setup
 
     def _trainer_with_rows(self, rows: int | None) -> TrainerConfig:
         trainer = self.config.trainer
@@ -154,6 +160,15 @@ class StepMemory:
                 config, self._vocab_size, self._devices, self._platform, self._correction, self.programs
             )
         return self._by_gather[microbatches_per_gather]
+
+    def with_layers_at_once(self, layers_at_once: int) -> StepMemory:
+        """Returns the memory of the same step with another number of layers in the queue of a device."""
+        memory = copy.copy(self)
+        memory._layers_at_once = layers_at_once
+        memory._records, memory._by_gather = {}, {}
+        memory.setup = memory._build(self.config.trainer)
+        memory._built = {self.rows: memory.setup}
+        return memory
 
     def largest_step(self, rows: int | None = None) -> MicrobatchPlan:
         """Returns the division of the run's batch with the highest memory; `rows` as for `step_record`."""

@@ -116,6 +116,11 @@ class MeshWide:
         self.devices, self.sharding = devices, devices.sharding
         self.groups = [MeshGroup(devices.sharding.mesh)]
 
+    @property
+    def layers_at_once(self) -> int:
+        """Same as `DeviceGroups.layers_at_once`."""
+        return self.devices.layers_at_once
+
     def divide_microbatches(self, plan: MicrobatchPlan) -> Shares:
         """Same as `DeviceGroups.divide_microbatches`."""
         return self.devices.divide_microbatches(plan)

@@ -27,6 +27,7 @@ from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.tree_sum import Shares, TreeSum
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
 from lm_trainer.step.dispatch.executable import Executable, Executables
+from lm_trainer.step.dispatch.layer_queue import LayerQueue
 from lm_trainer.step.dispatch.mesh_executable import MicrobatchExecutable
 from lm_trainer.step.dispatch.mesh_group import MeshWide
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
@@ -39,7 +40,6 @@ from lm_trainer.step.staged.stages import (
     FirstExchange,
     Overlap,
     PreparedParams,
-    Queue,
     SavedForBackward,
     StageCall,
     StagedForward,
@@ -223,7 +223,8 @@ class StagedSum:
         """Computes the sums of every microbatch like `__call__`, but does not add them over devices."""
         programs = self._programs[batch.plan.rows]
         for group in microbatch_groups(batch, self.devices, step):
-            stages, saved, queue = programs.stages, list[Microbatches[SavedForBackward]](), Queue()
+            stages, saved = programs.stages, list[Microbatches[SavedForBackward]]()
+            queue = LayerQueue(self.devices.layers_at_once)
             saved.append(programs.forward(ready, group, saved).map(lambda stream: SavedForBackward(stream, ())))
             derivatives = group.microbatches.map(lambda _: None)
             for call in reversed(stages.order):
@@ -246,7 +247,8 @@ class StagedSum:
         self, programs: _Programs, ready: PreparedParams, group: MicrobatchGroup, tap: Tap | None
     ) -> tuple[dict[str, jax.Array], list[Params]]:
         """Computes sums over the microbatches of a group: scalars, and the stored gradients of each kind of stage."""
-        stages, saved, queue = programs.stages, list[Microbatches[SavedForBackward]](), Queue()
+        stages, saved = programs.stages, list[Microbatches[SavedForBackward]]()
+        queue = LayerQueue(self.devices.layers_at_once)
         saved.append(programs.forward(ready, group, saved).map(lambda stream: SavedForBackward(stream, ())))
         derivatives = group.microbatches.map(lambda _: None)
         scalars: dict[str, jax.Array] = {}
