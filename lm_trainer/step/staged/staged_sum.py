@@ -15,6 +15,7 @@ layers and head, the computation needs as much memory as FSDP.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 
@@ -68,7 +69,7 @@ class _Programs:
             stages.compile_gradient(index, batch) if stages.is_differentiated(index) else None
             for index in range(len(stages.kinds))
         ]
-        self._exchanging = dict[bool, dict[int, MicrobatchExecutable]]()
+        self._exchanging = dict[tuple[bool, Shares | None], dict[int, MicrobatchExecutable]]()
 
     def programs_with_exchanges(self, shares: Shares) -> Mapping[int, MicrobatchExecutable]:
         """Returns backward passes of layers that also gather the layer below and reduce the gradients of the layer
@@ -76,11 +77,12 @@ class _Programs:
 
         Keys are positions in `Stages.kinds`. Empty if parameters and gradients are exchanged only by separate programs.
         """
-        # Sums over several microbatches have a wider dtype than the gradients of a single microbatch.
-        several = shares.max_terms > 1
-        if several not in self._exchanging:
-            self._exchanging[several] = self._compile_with_exchanges(shares)
-        return self._exchanging[several]
+        # Sums over several microbatches have a wider dtype than the gradients of a single microbatch. Sums of unequal
+        # shares are added in an order that depends on the shares.
+        key = (shares.max_terms > 1, None if shares.is_even else shares)
+        if key not in self._exchanging:
+            self._exchanging[key] = self._compile_with_exchanges(shares)
+        return self._exchanging[key]
 
     def _compile_with_exchanges(self, shares: Shares) -> dict[int, MicrobatchExecutable]:
         stages = self.stages
@@ -277,7 +279,7 @@ class StagedSum:
                         stages.kinds[below.kind].gradient.params.select(ready.params),
                         below.row,
                         self._take_layer_grads(stages, grads, above),
-                        stages.kinds[above.kind].stack_for_exchange(unreduced, group.shares),
+                        stages.kinds[above.kind].stack_sums(unreduced, group.shares),
                         above.row,
                     ),
                 )
@@ -332,7 +334,11 @@ class StagedSum:
         """
         run, shares = programs.gradients[call.kind], group.shares
         assert run is not None
-        trees: list[TreeSum[Sums]] = [group.make_tree_sum(shares, self._add_to) for group in self.devices.groups]
+        # Devices with unequal shares add their microbatches in different orders, so each adds its own.
+        unequal = self.devices if isinstance(self.devices, MeshWide) and not shares.is_even else None
+        groups = self.devices.groups if unequal is None else unequal.devices.groups
+        trees: list[TreeSum[Sums]] = [group.make_tree_sum(shares, self._add_to) for group in groups]
+        positions = itertools.count()
 
         def differentiate(microbatch: Microbatch, inputs: SavedForBackward, derivative: PyTree) -> PyTree:
             i, rows, step, index = microbatch
@@ -340,7 +346,12 @@ class StagedSum:
             derivative, sums = run(i, *arguments) if exchange is None else exchange.run_first(run, i, arguments)
             if tap is not None:
                 tap(i, microbatch, sums)
-            trees[i].push(sums)
+            if unequal is None:
+                trees[i].push(sums)
+            else:
+                # The first devices have the most microbatches.
+                for tree, own_sums in zip(trees, unequal.split_results(sums, next(positions), shares), strict=False):
+                    tree.push(own_sums)
             return derivative
 
         derivatives = group.microbatches.map(differentiate, saved, derivatives)
