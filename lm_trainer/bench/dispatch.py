@@ -38,14 +38,14 @@ def time_dispatch(dispatch_step: Callable[[], PyTree], *, steps: int) -> Dispatc
         dispatch_step: enqueues one step, whose inputs are on the devices, and returns its results.
         steps: number of timed steps.
     """
-    host, whole = [], []
+    host_seconds, step_seconds = [], []
     for _ in range(_WARMUP + steps):
         started, busy = time.perf_counter(), time.thread_time()
         results = dispatch_step()
-        host.append(time.thread_time() - busy)
+        host_seconds.append(time.thread_time() - busy)
         jax.block_until_ready(results)
-        whole.append(time.perf_counter() - started)
-    return DispatchTimes(Spread.from_values(host[_WARMUP:]), Spread.from_values(whole[_WARMUP:]))
+        step_seconds.append(time.perf_counter() - started)
+    return DispatchTimes(*(Spread.from_values(seconds[_WARMUP:]) for seconds in (host_seconds, step_seconds)))
 
 
 def measure_dispatch(session: BenchSession, *, steps: int) -> BenchResult:

@@ -112,16 +112,16 @@ class HostFlags:
             return dict(zip(flags, map(bool, received.tolist()), strict=True))
         directory, previous = (f"{self._directory}/{number}" for number in (self._rounds, self._rounds - 1))
         self._rounds += 1
-        own = "".join(str(int(flag)) for flag in flags.values())
+        local = "".join(str(int(flag)) for flag in flags.values())
         if is_lead():
             keys = [f"{directory}/{process}" for process in range(1, jax.process_count())]
-            by_process = [own, *(client.blocking_key_value_get(key, _EXCHANGE_MS) for key in keys)]
+            by_process = [local, *(client.blocking_key_value_get(key, _EXCHANGE_MS) for key in keys)]
             combined = "".join(map(max, zip(*by_process, strict=True)))
             client.key_value_set(f"{directory}/combined", combined)
             # A process sends its flags after it has read the result of the round before, which is not needed any more.
             client.key_value_delete(f"{previous}/")
         else:
-            client.key_value_set(f"{directory}/{jax.process_index()}", own)
+            client.key_value_set(f"{directory}/{jax.process_index()}", local)
             combined = client.blocking_key_value_get(f"{directory}/combined", _EXCHANGE_MS)
         return dict(zip(flags, (flag == "1" for flag in combined), strict=True))
 

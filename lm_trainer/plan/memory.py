@@ -107,11 +107,8 @@ class StepMemory:
 
     def _build(self, trainer: TrainerConfig) -> TrainingSetup:
         """Returns a training setup that is only rehearsed and never runs."""
-        config = self.config.model_copy(update={"trainer": trainer})
         with on_one_shard(), dispatching_for(self._platform):
-            setup = build_setup(config, self._vocab_size, self._devices)
-        setup.step.devices.layers_at_once = self._layers_at_once
-        return setup
+            return build_setup(self.config.model_copy(update={"trainer": trainer}), self._vocab_size, self._devices)
 
     def _trainer_with_rows(self, rows: int | None) -> TrainerConfig:
         trainer = self.config.trainer
@@ -164,10 +161,7 @@ class StepMemory:
     def with_layers_at_once(self, layers_at_once: int) -> StepMemory:
         """Returns the memory of the same step with another number of layers in the queue of a device."""
         memory = copy.copy(self)
-        memory._layers_at_once = layers_at_once
-        memory._records, memory._by_gather = {}, {}
-        memory.setup = memory._build(self.config.trainer)
-        memory._built = {self.rows: memory.setup}
+        memory._layers_at_once, memory._records, memory._by_gather = layers_at_once, {}, {}
         return memory
 
     def largest_step(self, rows: int | None = None) -> MicrobatchPlan:
@@ -203,7 +197,9 @@ class StepMemory:
     def _rehearse(self, rows: int, measure: Measure) -> StepRecord:
         if rows not in self._built:
             self._built[rows] = self._build(self._trainer_with_rows(rows))
-        return self._built[rows].rehearse(self._row, self._platform, self._scale_to_accelerator(rows, measure))
+        setup = self._built[rows]
+        setup.step.devices.layers_at_once = self._layers_at_once
+        return setup.rehearse(self._row, self._platform, self._scale_to_accelerator(rows, measure))
 
     def _scale_to_accelerator(self, rows: int, measure: Measure) -> Measure:
         """Scales memory reported by the CPU compiler to an accelerator's, and adds the workspace of attention."""

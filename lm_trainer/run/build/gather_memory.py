@@ -58,21 +58,25 @@ def plan_for_memory(
     compiled = setup.step.compile(row, setup.step.plans.start_of(plan))
     programs = MeasuredPrograms(compiled.by_name if isinstance(compiled, Executables) else {})
 
-    def measure_peak(trainer: TrainerConfig, layers_at_once: int = LAYERS_AT_ONCE) -> int:
-        """Returns the peak memory of a device in a step in bytes, as the maximum over all processes."""
+    def make_rehearsal(trainer: TrainerConfig) -> TrainingSetup:
         with on_one_shard():
-            rehearsal = make(trainer)
+            return make(trainer)
+
+    def measure_peak(rehearsal: TrainingSetup, layers_at_once: int = LAYERS_AT_ONCE) -> int:
+        """Returns the peak memory of a device in a step in bytes, as the maximum over all processes."""
         rehearsal.step.devices.layers_at_once = layers_at_once
         with programs.measure_for_rows(plan.rows) as measure:
             record = rehearsal.rehearse(row, mesh.devices.flat[0].platform, measure)
         return int(gather(np.asarray(max(phase.bytes for phase in record.phases), np.int64)).max())
 
-    candidates = [(plan.divide_microbatches(mesh).max_terms, trainer, measure_peak(trainer))]
-    while candidates[-1][2] > _USABLE_FRACTION * limit and smaller_counts:
+    chosen, rehearsal = trainer, make_rehearsal(trainer)
+    count = max_count = plan.divide_microbatches(mesh).max_terms
+    needed = full_bytes = measure_peak(rehearsal)
+    while needed > _USABLE_FRACTION * limit and smaller_counts:
         count = smaller_counts.pop(0)
-        candidate = trainer.model_copy(update={"microbatches_per_gather": count})
-        candidates.append((count, candidate, measure_peak(candidate)))
-    (count, chosen_trainer, needed), (max_count, _, full_bytes) = candidates[-1], candidates[0]
+        chosen = trainer.model_copy(update={"microbatches_per_gather": count})
+        rehearsal = make_rehearsal(chosen)
+        needed = measure_peak(rehearsal)
     if needed > limit:
         note(
             f"a step needs {_format_gib(needed)} on each device, which have {_format_gib(limit)}, even with "
@@ -84,9 +88,10 @@ def plan_for_memory(
             f"device, and {_format_gib(full_bytes)} with all {max_count} microbatches of a device together. The "
             f"numbers are the same"
         )
-    chosen = setup if chosen_trainer is trainer else make(chosen_trainer)
-    chosen.step.devices.layers_at_once = choose_layers_at_once(lambda layers: measure_peak(chosen_trainer, layers))
-    return chosen
+    layers_at_once = choose_layers_at_once(lambda layers: measure_peak(rehearsal, layers))
+    setup = setup if chosen is trainer else make(chosen)
+    setup.step.devices.layers_at_once = layers_at_once
+    return setup
 
 
 def choose_layers_at_once(measure_peak: Callable[[int], int]) -> int:

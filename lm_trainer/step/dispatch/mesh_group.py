@@ -71,7 +71,10 @@ class MeshGroup:
         return range(shares.max_terms)
 
     def make_tree_sum(self, shares: Shares, add: Callable[[T, T], T]) -> TreeSum[T]:
-        """Makes the sum over the microbatches of a device, the same subtree of the full sum on every device."""
+        """Makes the sum over the microbatches of a device, the same subtree of the full sum on every device.
+
+        The shares must be even.
+        """
         return TreeSum(shares.max_terms, add)
 
     def argument_shapes(self, signature: Signature) -> tuple[PyTree, ...]:
