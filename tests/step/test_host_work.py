@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
+from lm_trainer.parallel.rehearsal import on_one_shard
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import TrainingSetup, build_setup
+from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.dispatch.device_groups import LAYERS_AT_ONCE
 from lm_trainer.step.dispatch.mesh_group import dispatching_for
+from lm_trainer.step.dispatch.recorder import measure_traced
 from lm_trainer.step.state.train_state import TrainState, to_host
 from tests.host_work import HostWork, count_host_work
 from tests.step.test_layerwise import LLAMA, VOCAB, config_of
@@ -76,13 +79,16 @@ def waits_by_layers(layers: int = LAYERS, layers_at_once: int = LAYERS_AT_ONCE) 
     return Counter({"LayerQueue.push": 2 * (layers - layers_at_once + 1)})
 
 
-def plan_steps(gather: str, devices: int, *, wide: bool) -> tuple[TrainingSetup, TrainState]:
-    """A step that has run once, so that everything is compiled and what is kept between steps is there."""
+def step_config(gather: str) -> RunConfig:
     # Without a gather of each layer, their number changes nothing.
     model = {**LLAMA, "num_layers": LAYERS if gather == "layer" else 1}
-    config = config_of(model, gather=gather, train_batch_size=MICROBATCHES, elastic_shards=MICROBATCHES)
+    return config_of(model, gather=gather, train_batch_size=MICROBATCHES, elastic_shards=MICROBATCHES)
+
+
+def plan_steps(gather: str, devices: int, *, wide: bool) -> tuple[TrainingSetup, TrainState]:
+    """A step that has run once, so that everything is compiled and what is kept between steps is there."""
     with dispatching_for("gpu" if wide else "cpu"):
-        setup = build_setup(config, VOCAB, jax.devices()[:devices])
+        setup = build_setup(step_config(gather), VOCAB, jax.devices()[:devices])
     setup.step.compile(random_batch(MICROBATCHES, LENGTH, VOCAB))
     return setup, take_step(setup, setup.init())
 
@@ -114,6 +120,34 @@ def test_a_step_by_layers_waits_only_for_its_queue(devices: int, wide: bool, mon
     work = count_second_step(count_host_work(monkeypatch), "layer", devices, wide=wide)
     assert work.programs == programs_by_layers(devices, wide=wide)
     assert work.waits == waits_by_layers()
+
+
+SHARED_BY_THREE = programs_by_layers(2, wide=True) - Counter({"gather enter": 1, "gather leave": 1})
+"""On three devices, of which one has two of four microbatches, the host dispatches what two on each device take. The
+embedding and the head cannot be divided by three, so they are not gathered."""
+
+
+@pytest.mark.slow
+def test_unequal_shares_take_one_program_for_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = count_second_step(count_host_work(monkeypatch), "layer", 3, wide=True)
+    assert work.programs == SHARED_BY_THREE
+    assert work.waits == waits_by_layers()
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        (3, SHARED_BY_THREE),
+        pytest.param(4, programs_by_layers(4, wide=True), marks=pytest.mark.slow),
+    ],
+)
+def test_a_plan_counts_the_programs_that_the_host_dispatches(devices: int, expected: Counter[str]) -> None:
+    with on_one_shard(), dispatching_for("gpu"):
+        setup = build_setup(step_config("layer"), VOCAB, jax.devices()[:devices])
+    runs = Counter[str]()
+    for (name, *_), times in setup.rehearse(random_batch(1, LENGTH, VOCAB), "gpu", measure_traced).runs.items():
+        runs[name] += times
+    assert runs == expected
 
 
 @pytest.mark.slow
