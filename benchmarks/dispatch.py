@@ -13,8 +13,6 @@ devices.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from typing import Any
 
 from benchmarks.setting import describe_load, describe_setting, markdown_table
@@ -59,6 +57,7 @@ def measure(determinism: str, platform: str, chosen: argparse.Namespace) -> tupl
     """
     import jax
 
+    from lm_trainer.bench.dispatch import time_dispatch
     from lm_trainer.plan.memory import StepMemory
     from lm_trainer.profile.workload import random_batch
     from lm_trainer.run.build.setup import build_setup
@@ -69,17 +68,17 @@ def measure(determinism: str, platform: str, chosen: argparse.Namespace) -> tupl
         setup = build_setup(config, VOCAB)
     batch = random_batch(config.trainer.train_batch_size, LENGTH, VOCAB)
     setup.step.compile(batch)
-    state, seconds = setup.init(), []
-    for _ in range(chosen.steps + 2):
-        placed = setup.step.put(batch, state.step)
-        jax.block_until_ready((state.params, placed))
-        started = time.thread_time()
+    state, placed = setup.init(), setup.step.put(batch)
+    jax.block_until_ready((state.params, placed))
+
+    def dispatch_step() -> Any:
+        nonlocal state
         state, metrics = setup.compute_step(state, placed)
-        seconds.append(time.thread_time() - started)
-        jax.block_until_ready((state.params, metrics))
+        return state.params, metrics
+
+    times = time_dispatch(dispatch_step, steps=chosen.steps)
     runs = StepMemory(config, VOCAB, jax.devices(), platform).run_counts()
-    # The first two steps only warm up caches.
-    return statistics.median(seconds[2:]), sum(runs.values())
+    return times.host.median, sum(runs.values())
 
 
 def main() -> None:

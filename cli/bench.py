@@ -240,6 +240,33 @@ def checkpoint(
 
 
 @app.command(context_settings=OVERRIDES)
+def dispatch(
+    ctx: typer.Context,
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Number of steps to time.")] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """Time how long the host takes to dispatch the programs of a step, and compare it with the time of the step.
+
+    The host prepares the next programs while the devices compute, so its time adds nothing to a step until it is close
+    to the step's time. On a CPU the figure is too high, because the runtime computes small programs in the same thread.
+
+    For example:
+
+        lmt bench dispatch configs/gpt2_nano.yaml
+    """
+    run = load_run_config(ctx, config, overrides)
+    from lm_trainer.bench.dispatch import measure_dispatch
+    from lm_trainer.bench.session import open_bench_session
+
+    _announce(run, "compiling and timing ...")
+    with open_bench_session(run) as session:
+        measured = measure_dispatch(session, steps=steps)
+    _print_measured(measured, as_json)
+
+
+@app.command(context_settings=OVERRIDES)
 def hardware(
     ctx: typer.Context,
     config: ConfigArgument,

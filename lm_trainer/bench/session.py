@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.profile.flops import flops_per_token, parameter_count, recomputed_flops_per_token
 from lm_trainer.run.build.example_batch import example_batch
 from lm_trainer.run.build.model import recomputes_layers
@@ -53,11 +54,15 @@ class BenchSession:
         """Mesh axis -> number of devices."""
         return dict(self._program.sharding.mesh.shape)
 
+    def dispatch_step(self) -> PyTree:
+        """Enqueues one full training step. Returns its results, which may still be computed."""
+        self._state, metrics = self._program.compute_step(self._state, self._batch)
+        # The metrics depend only on some of the programs.
+        return self._state.params, metrics
+
     def run_step(self) -> None:
         """Runs one full training step, and returns when its result has been computed."""
-        self._state, metrics = self._program.compute_step(self._state, self._batch)
-        # The call returns before its programs have run, and the metrics depend only on some of them.
-        jax.block_until_ready((self._state.params, metrics))
+        jax.block_until_ready(self.dispatch_step())
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 import zstandard
-from jax._src import cache_key, compilation_cache
+from jax._src import cache_key, compilation_cache, distributed
 from jax._src.compilation_cache_interface import CacheInterface
 from jax.experimental import serialize_executable
 from jaxlib import xla_client
@@ -30,6 +30,25 @@ def cudnn_version() -> int | None:
     from jax._src.lib import cuda_versions
 
     return None if cuda_versions is None else int(cuda_versions.cudnn_get_version())
+
+
+class CoordinationClient(Protocol):
+    """Client of the coordination service of `jax.distributed`, a store of texts on the host of process 0."""
+
+    def key_value_set(self, key: str, value: str) -> None:
+        """Stores the value of a key that has none yet."""
+
+    def key_value_delete(self, key: str) -> None:
+        """Removes a key, or all keys in a directory, whose name ends with a slash."""
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        """Returns the value of a key once it has one."""
+        ...
+
+
+def coordination_client() -> CoordinationClient | None:
+    """Returns this process's client; None unless `jax.distributed` has connected the processes."""
+    return distributed.global_state.client
 
 
 def attend_to_documents(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -10,7 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lm_trainer.core.jax_internals import coordination_client
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
+from lm_trainer.parallel.processes import gather, gather_texts, is_lead
+
+_EXCHANGE_MS = 24 * 60 * 60 * 1000
+"""Time limit, in milliseconds, of a wait for flags of another process, which may be compiling or saving. If a process
+dies, `lm_trainer.health.peer_failure` ends the others at once."""
 
 
 class FlagExchange:
@@ -78,3 +85,47 @@ class FlagExchange:
         sharding = NamedSharding(self._mesh, PartitionSpec("devices"))
         local = [jax.device_put(row, device) for device in self._mesh.local_devices]
         return jax.make_array_from_single_device_arrays((self._mesh.size, *row.shape[1:]), sharding, local)
+
+
+class HostFlags:
+    """Combines flags of all processes at once, without their devices.
+
+    `lm_trainer.parallel.processes.gather` runs a program on the devices, which is queued behind the current step, so
+    the host would wait for that step. Here process 0 collects the flags through the coordination service of
+    `jax.distributed`: a process waits only for the other hosts.
+    """
+
+    def __init__(self) -> None:
+        self._rounds = 0
+
+    def combine(self, flags: Mapping[str, bool]) -> dict[str, bool]:
+        """Returns, by name, whether any process has set each flag.
+
+        All processes must call this at the same point, with the same names in the same order.
+        """
+        if jax.process_count() == 1:
+            return dict(flags)
+        client = coordination_client()
+        if client is None:
+            # Only processes that `jax.distributed` has connected have the service.
+            received = gather(np.array([*flags.values()], np.int32)).max(axis=0)
+            return dict(zip(flags, map(bool, received.tolist()), strict=True))
+        directory, previous = (f"{self._directory}/{number}" for number in (self._rounds, self._rounds - 1))
+        self._rounds += 1
+        local = "".join(str(int(flag)) for flag in flags.values())
+        if is_lead():
+            keys = [f"{directory}/{process}" for process in range(1, jax.process_count())]
+            by_process = [local, *(client.blocking_key_value_get(key, _EXCHANGE_MS) for key in keys)]
+            combined = "".join(map(max, zip(*by_process, strict=True)))
+            client.key_value_set(f"{directory}/combined", combined)
+            # A process sends its flags after it has read the result of the round before, which is not needed any more.
+            client.key_value_delete(f"{previous}/")
+        else:
+            client.key_value_set(f"{directory}/{jax.process_index()}", local)
+            combined = client.blocking_key_value_get(f"{directory}/combined", _EXCHANGE_MS)
+        return dict(zip(flags, (flag == "1" for flag in combined), strict=True))
+
+    @cached_property
+    def _directory(self) -> str:
+        """Directory of this object's keys in the service, which keeps keys as long as the processes live."""
+        return f"lm_trainer/flags/{gather_texts(secrets.token_hex(8))[0]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from lm_trainer.run.build.setup import TrainingSetup, build_setup
 from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.step.dispatch.device_groups import LAYERS_AT_ONCE
 from lm_trainer.step.dispatch.measured_programs import MeasuredPrograms
 from lm_trainer.step.dispatch.memory import PhaseBytes, bytes_per_device, memory_sort_key, state_bytes
 from lm_trainer.step.dispatch.mesh_group import dispatching_for
@@ -87,6 +89,7 @@ class StepMemory:
     ):
         self._correction = correction
         self._vocab_size, self._devices, self._platform = vocab_size, devices, platform
+        self._layers_at_once = LAYERS_AT_ONCE
         config = self.config = with_resolved_gather(config, vocab_size)
         setup = self.setup = self._build(config.trainer)
         plan = self.largest_step()
@@ -155,6 +158,12 @@ class StepMemory:
             )
         return self._by_gather[microbatches_per_gather]
 
+    def with_layers_at_once(self, layers_at_once: int) -> StepMemory:
+        """Returns the memory of the same step with another number of layers in the queue of a device."""
+        memory = copy.copy(self)
+        memory._layers_at_once, memory._records, memory._by_gather = layers_at_once, {}, {}
+        return memory
+
     def largest_step(self, rows: int | None = None) -> MicrobatchPlan:
         """Returns the division of the run's batch with the highest memory; `rows` as for `step_record`."""
         return max(self._trainer_with_rows(rows).step_plan.microbatches.values, key=memory_sort_key)
@@ -188,7 +197,9 @@ class StepMemory:
     def _rehearse(self, rows: int, measure: Measure) -> StepRecord:
         if rows not in self._built:
             self._built[rows] = self._build(self._trainer_with_rows(rows))
-        return self._built[rows].rehearse(self._row, self._platform, self._scale_to_accelerator(rows, measure))
+        setup = self._built[rows]
+        setup.step.devices.layers_at_once = self._layers_at_once
+        return setup.rehearse(self._row, self._platform, self._scale_to_accelerator(rows, measure))
 
     def _scale_to_accelerator(self, rows: int, measure: Measure) -> Measure:
         """Scales memory reported by the CPU compiler to an accelerator's, and adds the workspace of attention."""

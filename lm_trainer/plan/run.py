@@ -29,7 +29,9 @@ from lm_trainer.profile.devices import device_bandwidths, device_platform, is_ol
 from lm_trainer.profile.flops import flops_per_token, parameter_count, ring_score_fraction
 from lm_trainer.profile.network import Network
 from lm_trainer.run.build.attention import describe_attention
+from lm_trainer.run.build.gather_memory import choose_layers_at_once
 from lm_trainer.run.build.model import teacher_flops
+from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.weights.adapters import training_flops
@@ -177,6 +179,10 @@ def plan_run(
     together = None if fit is None else _chosen_group_size(fit, memory, platform)
     if together is not None:
         memory = memory.with_gather(together)
+    if fit is not None and _chooses_by_memory(memory.setup, trainer, platform):
+        memory = memory.with_layers_at_once(
+            choose_layers_at_once(lambda layers: memory.with_layers_at_once(layers).plan().peak.bytes)
+        )
     plan, mesh, spec = memory.largest_step(), memory.setup.sharding.mesh, config.model.spec(vocab_size)
     flops = training_flops(flops_per_token(spec, config.model.seq_len), memory.setup.model, config.loss)
     flops += teacher_flops(config, vocab_size)
@@ -229,8 +235,13 @@ def _chosen_group_size(fit: MicrobatchFit, memory: StepMemory, platform: str) ->
 
     None if all of a device fit, if the number is configured, or if another size of a microbatch is needed.
     """
-    chooses = memory.config.trainer.microbatches_per_gather is None and platform != "cpu"
+    chooses = _chooses_by_memory(memory.setup, memory.config.trainer, platform)
     return fit.together if chooses and fit.rows == memory.rows else None
+
+
+def _chooses_by_memory(setup: TrainingSetup, trainer: TrainerConfig, platform: str) -> bool:
+    """Returns True if a run chooses what depends on the memory of its devices; see `run/build/gather_memory.py`."""
+    return setup.gathers_layers and trainer.microbatches_per_gather is None and platform != "cpu"
 
 
 def _compile_step(memory: StepMemory, work: RunWork, group: DeviceGroup, devices: Sequence[Any]) -> CompiledStep:

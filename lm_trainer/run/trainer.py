@@ -19,8 +19,8 @@ from lm_trainer.core.config import Config
 from lm_trainer.core.html_table import html_table
 from lm_trainer.core.precision import Policy
 from lm_trainer.optim import Optimizer
+from lm_trainer.parallel.flags import HostFlags
 from lm_trainer.parallel.mesh import AxisRules
-from lm_trainer.parallel.processes import any_process
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.gather_memory import plan_for_memory
 from lm_trainer.run.build.model import Selection, trace_module
@@ -104,6 +104,7 @@ class Trainer:
         self._stack = ExitStack()
         self._attempt: Attempt | None = None
         self._loop: OpenLoop | None = None
+        self._flags = HostFlags()
 
     def __enter__(self) -> Self:
         attempt = open_attempt(self.config, self._settings, self.progress, allow_config_change=self.allow_config_change)
@@ -212,8 +213,8 @@ class Trainer:
     def run_hooks(self, info: StepInfo, force: bool = False) -> None:
         """Runs all actions that are due after a step, or all actions if `force` is True; see `loop.run_due_actions`."""
         parts = self.loop.parts
-        overdue = any_process(parts.records and parts.checkpoints.is_overdue())
-        run_due_actions(parts, info, last=force, save=overdue)
+        flags = self._flags.combine({"overdue": parts.records and parts.checkpoints.is_overdue()})
+        run_due_actions(parts, info, last=force, save=flags["overdue"])
 
     def add_eval_hook(self, eval_dataset: EvalData, name: str | None = None) -> None:
         """Evaluates on a held-out set every `steps_per_eval` steps, and logs `eval/loss` or `eval/NAME/loss`.

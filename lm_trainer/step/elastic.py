@@ -7,7 +7,6 @@ is updated.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 
@@ -32,7 +31,7 @@ from lm_trainer.step.choose_update import choose_update
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
 from lm_trainer.step.dispatch.executable import Executable, Executables
 from lm_trainer.step.dispatch.mesh_executable import ProgramsDiffer
-from lm_trainer.step.dispatch.mesh_group import MeshWide, can_be_mesh_wide, prefers_mesh_wide
+from lm_trainer.step.dispatch.mesh_group import MeshWide, can_be_mesh_wide
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.microbatches import Microbatch
 from lm_trainer.step.dispatch.program import Program
@@ -46,8 +45,6 @@ from lm_trainer.step.state.state_sharding import StateSharding
 from lm_trainer.step.state.train_state import TrainState
 from lm_trainer.step.updates.split import split_params
 from lm_trainer.step.updates.update import Metrics
-
-logger = logging.getLogger(__name__)
 
 CurvatureStages = Callable[[ModelDef, jax.Array, Collection[str]], StagesOf]
 """`(model, key data, trained parameters)` -> stages of a curvature estimate."""
@@ -109,8 +106,7 @@ class ElasticStep:
                 function = curvature_sums(model, rule.curvature, trainable)
                 estimate = whole_model_stages("curvature", function, model, trainable, self.devices, curvature_key)
         self._rule, self._sums = rule, partial(_make_staged_sums, stages, estimate, model, trainable)
-        wide = prefers_mesh_wide(mesh.devices.flat[0].platform) and can_be_mesh_wide(self.devices, plans.values)
-        self._dispatch_to(MeshWide(self.devices) if wide else self.devices)
+        self._dispatch_to(MeshWide(self.devices) if can_be_mesh_wide(self.devices) else self.devices)
         param_shardings = {name: sharding.params[name] for name in trainable}
         everywhere = NamedSharding(mesh, PartitionSpec())
         self._measured = sharding.measured
@@ -131,19 +127,17 @@ class ElasticStep:
         """Makes later calls compute microbatches on these devices."""
         self._computing = devices
         self._gradient, self._curvature = self._sums(devices)
-        if isinstance(devices, DeviceGroups):
-            disable_cache_for([list(group.mesh.devices.flat) for group in devices.groups])
+        shares = [devices.divide_microbatches(plan) for plan in self.plans.values]
+        # Each device adds its microbatches by itself.
+        if isinstance(devices, DeviceGroups) or not all(of_plan.is_even for of_plan in shares):
+            disable_cache_for([list(group.mesh.devices.flat) for group in self.devices.groups])
 
     def prepare(self, batch: Batch, step: int = 0) -> None:
         """Same as `compile`, but without returning programs. Does nothing in a rehearsal."""
         try:
             self._prepare(batch, step)
         except ProgramsDiffer as error:
-            logger.warning(
-                "%s is compiled differently in one program for all devices: each device gets its own, which costs the "
-                "host more time",
-                error,
-            )
+            error.log_separate_programs()
             self._dispatch_to(self.devices)
             self._prepare(batch, step)
 

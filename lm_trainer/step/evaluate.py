@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import jax
 import numpy as np
@@ -12,9 +13,10 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.jax_types import PyTree
 from lm_trainer.nn.stages import StagedLoss
 from lm_trainer.parallel.processes import gather
-from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
+from lm_trainer.step.dispatch.device_groups import DeviceGroups
 from lm_trainer.step.dispatch.executable import Executables
-from lm_trainer.step.dispatch.mesh_executable import MicrobatchExecutable
+from lm_trainer.step.dispatch.mesh_executable import MicrobatchExecutable, ProgramsDiffer
+from lm_trainer.step.dispatch.mesh_group import MeshWide, can_be_mesh_wide
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.microbatches import Microbatch, microbatch_groups
 from lm_trainer.step.loss.gradient import LossFn
@@ -49,7 +51,8 @@ class Evaluator:
         stages_of = (
             whole_model_losses(model, loss, devices) if staged is None else SplitLoss(model, staged, None).stages
         )
-        self._sums = _MicrobatchLosses(stages_of, model, devices)
+        self._sums_on = partial(_MicrobatchLosses, stages_of, model)
+        self._sums = self._sums_on(MeshWide(devices) if can_be_mesh_wide(devices) else devices)
 
     @property
     def batch_size(self) -> int:
@@ -87,14 +90,15 @@ class Evaluator:
             ready = ready or self._sums.prepare_params(params)
             for name, count in counts(batch).items():
                 parts.setdefault(name, []).append(count)
-            batch_sums = [sums for _, sums in self._sums(ready, self._devices.put(batch, self._plan))]
+            batch_sums = [sums for _, sums in self._sums(ready, batch, self._plan)]
             padding = [0.0] * (max_microbatches - len(batch_sums))
             for name in batch_sums[0]:
                 # Processes may have different numbers of microbatches, but they must exchange arrays of equal length.
                 parts.setdefault(name, []).extend([sums[name] for sums in batch_sums] + padding)
         # If a group spans several processes, only one of them counts. None of them has another group.
         counted = np.float32(self._devices.groups[0].is_lead)
-        terms = {name: counted * np.asarray(values, np.float64) for name, values in sorted(parts.items())}
+        on_host = {name: [np.asarray(value).item() for value in values] for name, values in sorted(parts.items())}
+        terms = {name: counted * np.asarray(values, np.float64) for name, values in on_host.items()}
         # math.fsum is exact, so the order of the terms, which depends on the mesh, does not matter.
         return {name: math.fsum(gather(values).ravel().tolist()) for name, values in terms.items()}
 
@@ -113,13 +117,12 @@ class Evaluator:
         for batch in batches:
             self._compile(batch)
             ready = ready or self._sums.prepare_params(params)
-            placed = self._devices.put(batch, self._plan)
             # The devices compute the next batch while the host processes this one.
-            waiting, done = (len(batch.tokens), list(self._sums(ready, placed))), waiting
+            waiting, done = (len(batch.tokens), list(self._sums(ready, batch, self._plan))), waiting
             if done is not None:
-                yield _concatenate_in_order(*done)
+                yield self._concatenate_in_order(*done)
         if waiting is not None:
-            yield _concatenate_in_order(*waiting)
+            yield self._concatenate_in_order(*waiting)
 
     def compile(self, batch: Batch) -> Executables:
         """Compiles for rows of the same shape as in `batch`, in any number, and returns the programs."""
@@ -127,8 +130,22 @@ class Evaluator:
         return self._sums.executables
 
     def _compile(self, batch: Batch) -> None:
-        if not self._sums.is_compiled:
-            self._sums.compile(self._plan.microbatch_shapes(batch))
+        if self._sums.is_compiled:
+            return
+        shapes = self._plan.microbatch_shapes(batch)
+        try:
+            self._sums.compile(shapes)
+        except ProgramsDiffer as error:
+            error.log_separate_programs()
+            self._sums = self._sums_on(self._devices)
+            self._sums.compile(shapes)
+
+    def _concatenate_in_order(
+        self, rows: int, results: list[tuple[jax.Array, dict[str, jax.Array]]]
+    ) -> dict[str, np.ndarray]:
+        ordered = [values for _, values in sorted(results, key=lambda result: np.asarray(result[0]).item())]
+        names = self._sums.names_of_row_values
+        return {name: np.concatenate([np.asarray(values[name]) for values in ordered])[:rows] for name in names}
 
 
 def means_from_sums(sums: Mapping[str, float]) -> dict[str, float]:
@@ -138,16 +155,10 @@ def means_from_sums(sums: Mapping[str, float]) -> dict[str, float]:
     return metrics or {"loss": math.nan}
 
 
-def _concatenate_in_order(rows: int, results: list[tuple[jax.Array, dict[str, jax.Array]]]) -> dict[str, np.ndarray]:
-    ordered = [sums for _, sums in sorted(results, key=lambda result: int(result[0]))]
-    names = [name for name, x in ordered[0].items() if x.ndim]
-    return {name: np.concatenate([np.asarray(sums[name]) for sums in ordered])[:rows] for name in names}
-
-
 class _MicrobatchLosses:
     """Computes the sums of each microbatch."""
 
-    def __init__(self, stages_of: StagesOf, model: ModelDef, devices: DeviceGroups):
+    def __init__(self, stages_of: StagesOf, model: ModelDef, devices: DeviceGroups | MeshWide):
         self._stages_of, self._shapes, self._devices = stages_of, model.shapes, devices
         self._programs: tuple[StagedForward, MicrobatchExecutable] | None = None
 
@@ -169,16 +180,33 @@ class _MicrobatchLosses:
         by_name = {name: program.program for name, program in zip(names, (*forward.programs, losses), strict=True)}
         return Executables(by_name, dict.fromkeys(by_name, 1))
 
+    @property
+    def names_of_row_values(self) -> list[str]:
+        """Names of the values with an axis over rows. Must be read after compiling."""
+        assert self._programs is not None
+        results: dict[str, jax.ShapeDtypeStruct] = self._programs[1].program.traced.out_info
+        return [name for name, x in results.items() if x.shape]
+
     def prepare_params(self, params: Params) -> PreparedParams:
         """Prepares the parameters for `__call__`. Must be called after compiling."""
         assert self._programs is not None
         return self._programs[0].stages.prepare_params(params)
 
-    def __call__(self, ready: PreparedParams, batch: PlacedBatch) -> Iterator[tuple[jax.Array, dict[str, jax.Array]]]:
-        """Yields the index of each microbatch, and the values that the loss function reports for it."""
+    def __call__(
+        self, ready: PreparedParams, batch: Batch, plan: MicrobatchPlan
+    ) -> Iterator[tuple[jax.Array, dict[str, jax.Array]]]:
+        """Yields the index of each microbatch of this process, and the values that the loss function reports for it.
+
+        Scalars may have an axis of length 1.
+
+        Args:
+            ready: all parameters, prepared by `prepare_params`.
+            batch: this process's rows of a global batch.
+            plan: division of the batch into microbatches.
+        """
         assert self._programs is not None
         (forward, losses), stages = self._programs, self._programs[0].stages
-        for group in microbatch_groups(batch, self._devices, 0):
+        for group in microbatch_groups(self._devices.put(batch, plan), self._devices, 0):
             streams, call = forward(ready, group), stages.order[-1]
             gathered = stages.gather(ready, call)
 
@@ -188,4 +216,9 @@ class _MicrobatchLosses:
                 i, rows, step, index = microbatch
                 return index, losses(i, params[i], stream, rows, call.numbers[i], step, index)
 
-            yield from group.microbatches.map(compute_losses, streams)
+            results = group.microbatches.map(compute_losses, streams)
+            if isinstance(self._devices, MeshWide):
+                for position, of_all_devices in enumerate(results):
+                    yield from self._devices.split_results(of_all_devices, position, group.shares)
+            else:
+                yield from results

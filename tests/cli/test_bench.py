@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lm_trainer.bench.dispatch import time_dispatch
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from tests.conftest import Lmt, RunLmt, refused
 
@@ -136,6 +138,26 @@ def test_checkpoints_are_measured_and_removed(lmt: Lmt, config: Path):
     assert values["bytes"] == pytest.approx(3 * 4 * parameters, rel=1e-2)
     assert values["finished_seconds"]["median"] >= values["blocked_seconds"]["median"] > 0
     assert {path.name for path in config.parent.rglob("*")} == {config.name, "there"}
+
+
+def test_waiting_is_no_work_of_the_host():
+    def work():
+        end = time.thread_time() + 0.01
+        while time.thread_time() < end:
+            pass
+
+    waiting, working = time_dispatch(lambda: time.sleep(0.03), steps=3), time_dispatch(work, steps=3)
+    assert waiting.step.minimum >= 0.03
+    assert waiting.host.median < 0.01 <= working.host.minimum
+    assert working.share == working.host.median / working.step.median
+
+
+@pytest.mark.slow
+def test_dispatching_takes_a_part_of_a_step(lmt: Lmt, config: Path):
+    values = measured(lmt, "dispatch", config, "--steps", "3")
+    # Processor time of one thread within the step.
+    assert 0 < values["host_seconds"]["minimum"] <= values["step_seconds"]["minimum"]
+    assert values["share"] == values["host_seconds"]["median"] / values["step_seconds"]["median"]
 
 
 @pytest.mark.slow

@@ -52,6 +52,13 @@ def test_the_private_parts_of_jax_have_the_shape_that_is_relied_on() -> None:
     assert parameters(jax.stages.Compiled.__init__)[:6] == arguments, UNKNOWN + "jax.stages.Compiled"
 
 
+def test_the_coordination_service_has_the_methods_that_are_used() -> None:
+    client = importlib.import_module("jax._src.lib")._jax.DistributedRuntimeClient
+    assert jax_internals.coordination_client() is None, "nothing has connected this process"
+    for name in ("key_value_set", "key_value_delete", "blocking_key_value_get"):
+        assert hasattr(client, name), UNKNOWN + f"the client of jax.distributed has no {name}"
+
+
 def test_the_compilation_cache_is_opened_by_the_function_that_is_replaced(tmp_path: Path) -> None:
     module: Any = jax_internals.compilation_cache
     assert parameters(module.get_file_cache) == ["path"], UNKNOWN + "compilation_cache.get_file_cache"

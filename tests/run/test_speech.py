@@ -21,6 +21,7 @@ from lm_trainer.plan.estimate import compile_temporary, estimate_temporary
 from lm_trainer.plan.memory import StepMemory
 from lm_trainer.run.build.setup import TrainingSetup, build_setup
 from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.step.dispatch.mesh_group import MeshWide, dispatching_for
 from lm_trainer.step.state.train_state import to_host
 from tests.models.common import change
 from tests.models.speech import TINY, VOCAB, rows
@@ -74,6 +75,31 @@ def test_bits_do_not_depend_on_devices(
         assert other_losses == losses
         for name, x in weights.items():
             assert x.tobytes() == one[name].tobytes(), name
+
+
+@pytest.mark.slow
+@pytest.mark.optimised
+def test_one_program_for_all_devices_computes_encoder_and_decoder_with_the_bits_of_one_device(
+    make_config: MakeConfig, in_tmp_path: Path
+) -> None:
+    config = write_config(make_config, {**DROPOUT, "encoder_layers": 2}, gather="layer")
+
+    def results(devices: int) -> tuple[dict[str, bytes], dict[str, float], Any]:
+        with dispatching_for("gpu"):
+            setup = build_setup(config, VOCAB, jax.devices()[:devices])
+        _, weights = train(setup, rows(ROWS), steps=2)
+        state = setup.init()
+        held_out = setup.evaluate({**state.frozen, **state.params}, [rows(ROWS)])
+        computing = setup.step._computing  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+        return {name: x.tobytes() for name, x in weights.items()}, held_out, computing
+
+    expected, expected_losses, _ = results(1)
+    # Of four microbatches, one of three devices has two.
+    for devices in (2, 3):
+        weights, losses, computing = results(devices)
+        assert isinstance(computing, MeshWide)
+        assert weights == expected
+        assert losses == expected_losses
 
 
 @pytest.mark.slow

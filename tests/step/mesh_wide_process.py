@@ -1,4 +1,5 @@
-"""One of several processes that train with programs of all devices: prints the class of its dispatch and a hash.
+"""One of several processes that train with programs of all devices. Prints, as JSON, the class of its dispatch, a hash
+of the weights, the work of the host in the last step, and flags of all processes.
 
 Usage: `python -m tests.step.mesh_wide_process ADDRESS PROCESSES INDEX`
 """
@@ -6,15 +7,19 @@ Usage: `python -m tests.step.mesh_wide_process ADDRESS PROCESSES INDEX`
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 
 import jax
 import numpy as np
+import pytest
 
+from lm_trainer.parallel.flags import HostFlags
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import build_setup
 from lm_trainer.step.dispatch.mesh_group import dispatching_for
 from lm_trainer.step.state.train_state import to_host
+from tests.host_work import count_host_work
 from tests.step.test_layerwise import LLAMA, VOCAB, config_of
 
 ROWS, LENGTH, STEPS = 8, 16, 2
@@ -29,11 +34,19 @@ def main(address: str, num_processes: int, index: int) -> None:
     local_batch = jax.tree.map(lambda x: x[rows], random_batch(ROWS, LENGTH, VOCAB))
     setup.step.compile(local_batch)
     state = setup.init()
-    for _ in range(STEPS):
+    work = count_host_work(pytest.MonkeyPatch())
+    flags, agreed = HostFlags(), list[dict[str, bool]]()
+    for step in range(STEPS):
+        work.clear()
         state, _ = setup.step(state, setup.step.put(local_batch, state.step), 1e-2)
+        last = index == num_processes - 1
+        agreed.append(flags.combine({"lead": index == 0, "last": last, "none": False, "once": last and step == 0}))
+    # Also of the exchange of flags.
+    programs, waits = dict(work.programs), dict(work.waits)
     params = {name: np.asarray(x) for name, x in to_host(state.params).items()}
     digest = hashlib.sha256(b"".join(params[name].tobytes() for name in sorted(params))).hexdigest()
-    print(type(setup.step._computing).__name__, digest)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+    computing = type(setup.step._computing).__name__  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+    print(json.dumps({"computing": computing, "digest": digest, "programs": programs, "waits": waits, "flags": agreed}))
 
 
 if __name__ == "__main__":

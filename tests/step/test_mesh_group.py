@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import subprocess
 import sys
@@ -18,12 +19,14 @@ from lm_trainer.launch.supervise import find_free_address
 from lm_trainer.profile.program_graph import output_hashes
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import TrainingSetup, build_setup
+from lm_trainer.step.check.layer_checksums import LayerChecksums
 from lm_trainer.step.dispatch import mesh_executable
 from lm_trainer.step.dispatch.device_groups import DeviceGroups
 from lm_trainer.step.dispatch.mesh_group import MeshWide, dispatching_for
 from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.state.train_state import to_host
 from tests.conftest import lmt_environment
+from tests.step.test_host_work import programs_by_layers, waits_by_layers
 from tests.step.test_layerwise import GEMMA2, GPT2, LLAMA, MIXTRAL, PREFIXED, VOCAB, config_of
 
 pytestmark = pytest.mark.optimised
@@ -58,6 +61,10 @@ def computing(setup: TrainingSetup) -> Any:
         pytest.param(LLAMA, 2, {}, 2, marks=pytest.mark.exhaustive),
         pytest.param(LLAMA, 4, {"microbatches_per_gather": 1, "mp": "p=f32,c=bfloat16"}, 2, marks=pytest.mark.slow),
         pytest.param({**GPT2, "attn_pdrop": 0.1}, 8, {}, 2, marks=pytest.mark.slow),
+        # One device has a microbatch less than the others, or one of them a microbatch more in each turn.
+        pytest.param({**GPT2, "attn_pdrop": 0.1}, 3, {}, 2, marks=pytest.mark.slow),
+        pytest.param(LLAMA, 3, {"microbatches_per_gather": 1, "mp": "p=f32,c=bfloat16"}, 2, marks=pytest.mark.slow),
+        pytest.param(LLAMA, 6, {}, 2, marks=pytest.mark.exhaustive),
         pytest.param(GEMMA2, 2, {}, 2, marks=pytest.mark.exhaustive),
         # One of the two layers in the middle has a neighbour at another slot.
         pytest.param(PREFIXED, 2, {}, 1, marks=pytest.mark.slow),
@@ -87,6 +94,21 @@ def test_one_program_for_all_devices_has_the_bits_of_one_for_each(
     assert sum(count for name, count in exchanging.items() if "reduce" not in name) == 3 * turns
 
 
+@pytest.mark.slow
+def test_unequal_shares_of_the_whole_model_have_the_bits_and_checksums_of_one_device() -> None:
+    alone, wide = (planned(LLAMA, devices, mesh_wide=True, gather="model") for devices in (1, 3))
+    assert trained(wide) == trained(alone)
+    assert isinstance(computing(wide), MeshWide)
+    assert gradient_checksums(wide) == gradient_checksums(alone)
+
+
+def gradient_checksums(setup: TrainingSetup) -> Any:
+    step: Any = setup.step
+    tap = LayerChecksums([])
+    step.gradient(setup.init(), step.put(random_batch(len(step.local_rows()), 16, VOCAB)), tap)
+    return tap.read()
+
+
 def start_processes(count: int, devices: int) -> list[subprocess.Popen[str]]:
     """Starts processes that train together, each with some emulated devices."""
     environ = lmt_environment(devices=devices)
@@ -105,16 +127,22 @@ def start_processes(count: int, devices: int) -> list[subprocess.Popen[str]]:
 
 @pytest.mark.slow
 def test_programs_of_the_devices_of_two_processes_have_the_bits_of_one_device() -> None:
-    """Each process runs its part of one program over all four devices."""
+    """Each process runs its part of one program over all four devices, and waits only for its queue of layers."""
     outputs = []
     for process in (*start_processes(2, devices=2), *start_processes(1, devices=1)):
         output, errors = process.communicate(timeout=600)
         assert process.returncode == 0, errors
         # Libraries of communication may print lines of their own.
-        outputs.append(output.splitlines()[-1].split())
-    (first, digest), (second, other_digest), (_, expected) = outputs
-    assert first == second == MeshWide.__name__
-    assert digest == other_digest == expected
+        outputs.append(json.loads(output.splitlines()[-1]))
+    *processes, alone = outputs
+    for process in processes:
+        assert process["computing"] == MeshWide.__name__
+        assert process["digest"] == alone["digest"]
+        assert process["programs"] == programs_by_layers(4, wide=True, layers=4, microbatches=8)
+        assert process["waits"] == waits_by_layers(layers=4)
+        set_in_both = {"lead": True, "last": True, "none": False}
+        assert process["flags"] == [{**set_in_both, "once": True}, {**set_in_both, "once": False}]
+    assert alone["waits"] == waits_by_layers(layers=4)
 
 
 @pytest.mark.slow
@@ -171,11 +199,9 @@ def test_exchanges_that_change_the_computation_run_by_themselves(
 
 @pytest.mark.parametrize(
     ("devices", "trainer"),
-    [(3, {}), (2, {"context_axis_size": 2}), (4, {"tensor_parallel_axes": ["mlp"], "model_axis_size": 2})],
+    [(2, {"context_axis_size": 2}), (4, {"tensor_parallel_axes": ["mlp"], "model_axis_size": 2})],
 )
-def test_devices_that_share_unequally_or_together_have_programs_of_their_own(
-    devices: int, trainer: dict[str, Any]
-) -> None:
+def test_devices_that_share_microbatches_have_programs_of_their_own(devices: int, trainer: dict[str, Any]) -> None:
     assert isinstance(computing(planned(LLAMA, devices, mesh_wide=True, **trainer)), DeviceGroups)
 
 

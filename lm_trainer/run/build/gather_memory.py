@@ -1,4 +1,4 @@
-"""Chooses `microbatches_per_gather` such that a step fits into the memory of the devices."""
+"""Chooses `microbatches_per_gather` and the queue of layers such that a step fits into the memory of the devices."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lm_trainer.parallel.processes import gather
 from lm_trainer.parallel.rehearsal import on_one_shard
 from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.step.dispatch.device_groups import LAYERS_AT_ONCE, MAX_LAYERS_AT_ONCE
 from lm_trainer.step.dispatch.executable import Executables
 from lm_trainer.step.dispatch.measured_programs import MeasuredPrograms
 from lm_trainer.step.dispatch.memory import memory_sort_key
@@ -34,9 +35,10 @@ def plan_for_memory(
     *,
     memory: Callable[[], int | None] = min_device_memory,
 ) -> TrainingSetup:
-    """Plans the training of a run. If `microbatches_per_gather` is not set, chooses as many as fit into memory.
+    """Plans the training of a run. If `microbatches_per_gather` is not set, chooses as many as fit into memory, and the
+    number of layers in the queue of a device.
 
-    The choice does not affect the results. All processes must call this function.
+    The choices do not affect the results. All processes must call this function.
 
     Args:
         make: plans the training for a trainer section.
@@ -50,26 +52,31 @@ def plan_for_memory(
         return setup
     mesh, plan = setup.sharding.mesh, max(setup.step.plans.values, key=memory_sort_key)
     smaller_counts = plan.smaller_group_sizes(mesh)
-    if not smaller_counts or (limit := memory()) is None:
+    if (limit := memory()) is None:
         return setup
     # These compiled programs are also needed by the run.
     compiled = setup.step.compile(row, setup.step.plans.start_of(plan))
     programs = MeasuredPrograms(compiled.by_name if isinstance(compiled, Executables) else {})
 
-    def measure_peak(trainer: TrainerConfig) -> int:
-        """Returns the peak memory of a device in a step in bytes, as the maximum over all processes."""
+    def make_rehearsal(trainer: TrainerConfig) -> TrainingSetup:
         with on_one_shard():
-            rehearsal = make(trainer)
+            return make(trainer)
+
+    def measure_peak(rehearsal: TrainingSetup, layers_at_once: int = LAYERS_AT_ONCE) -> int:
+        """Returns the peak memory of a device in a step in bytes, as the maximum over all processes."""
+        rehearsal.step.devices.layers_at_once = layers_at_once
         with programs.measure_for_rows(plan.rows) as measure:
             record = rehearsal.rehearse(row, mesh.devices.flat[0].platform, measure)
         return int(gather(np.asarray(max(phase.bytes for phase in record.phases), np.int64)).max())
 
-    candidates = [(plan.divide_microbatches(mesh).max_terms, trainer, measure_peak(trainer))]
-    while candidates[-1][2] > _USABLE_FRACTION * limit and smaller_counts:
+    chosen, rehearsal = trainer, make_rehearsal(trainer)
+    count = max_count = plan.divide_microbatches(mesh).max_terms
+    needed = full_bytes = measure_peak(rehearsal)
+    while needed > _USABLE_FRACTION * limit and smaller_counts:
         count = smaller_counts.pop(0)
-        candidate = trainer.model_copy(update={"microbatches_per_gather": count})
-        candidates.append((count, candidate, measure_peak(candidate)))
-    (count, chosen_trainer, needed), (max_count, _, full_bytes) = candidates[-1], candidates[0]
+        chosen = trainer.model_copy(update={"microbatches_per_gather": count})
+        rehearsal = make_rehearsal(chosen)
+        needed = measure_peak(rehearsal)
     if needed > limit:
         note(
             f"a step needs {_format_gib(needed)} on each device, which have {_format_gib(limit)}, even with "
@@ -81,7 +88,23 @@ def plan_for_memory(
             f"device, and {_format_gib(full_bytes)} with all {max_count} microbatches of a device together. The "
             f"numbers are the same"
         )
-    return setup if chosen_trainer is trainer else make(chosen_trainer)
+    layers_at_once = choose_layers_at_once(lambda layers: measure_peak(rehearsal, layers))
+    setup = setup if chosen is trainer else make(chosen)
+    setup.step.devices.layers_at_once = layers_at_once
+    return setup
+
+
+def choose_layers_at_once(measure_peak: Callable[[int], int]) -> int:
+    """Returns the largest number of layers in the queue of a device that does not raise the peak memory of a step.
+
+    The peak is often in another phase, such as the head or the update, so that the queue can be deeper at no cost.
+
+    Args:
+        measure_peak: returns the peak memory of a step with a number of layers in the queue.
+    """
+    least = measure_peak(LAYERS_AT_ONCE)
+    deeper = range(MAX_LAYERS_AT_ONCE, LAYERS_AT_ONCE, -1)
+    return next((layers for layers in deeper if measure_peak(layers) <= least), LAYERS_AT_ONCE)
 
 
 def _format_gib(size: int) -> str:

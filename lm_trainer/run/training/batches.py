@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import grain
-import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.piecewise import BatchSchedule
 from lm_trainer.health.signals import StopRequest, preempted_error
 from lm_trainer.health.watchdog import Watchdog
-from lm_trainer.parallel.processes import any_process, gather
+from lm_trainer.parallel.flags import HostFlags
 from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.step.state.train_state import TrainState
 from lm_trainer.trackers import Progress
@@ -142,6 +141,8 @@ class DataWait:
 
     def __init__(self, stop: StopRequest, progress: Progress, watchdog: Watchdog, keep: Callable[[TrainState], object]):
         self._stop, self._progress, self._watchdog, self._keep = stop, progress, watchdog, keep
+        # Asked before every step, when the devices still compute the step before.
+        self._flags = HostFlags()
 
     def wait(self, data: object, state: TrainState) -> bool:
         """Waits until the next batch is available. Returns True if text is still being tokenised.
@@ -156,7 +157,7 @@ class DataWait:
         """
         source = data if isinstance(data, Growing) and data.growing else None
         # This is a collective operation, which every process must enter, even if its data is complete.
-        if not any_process(source is not None):
+        if not self._flags.combine({"growing": source is not None})["growing"]:
             return False
         shown = ""
         try:
@@ -184,13 +185,14 @@ class DataWait:
         except UserError as error:
             failure = error
         # All processes decide together, because otherwise one of them could enter a step without the others.
-        flags = [missing is not None, failure is not None, bool(self._stop.requested)]
-        waits, fails, stops = gather(np.asarray(flags, np.int32)).max(axis=0)
-        if waits and stops:
+        agreed = self._flags.combine(
+            {"waits": missing is not None, "fails": failure is not None, "stops": bool(self._stop.requested)}
+        )
+        if agreed["waits"] and agreed["stops"]:
             raise preempted_error(self._stop.requested, step)
-        if fails:
+        if agreed["fails"]:
             raise failure or UserError("another process of the run cannot read its data; it says why")
-        if not waits:
+        if not agreed["waits"]:
             return None
         return "" if missing is None else str(missing)
 

@@ -41,8 +41,12 @@ class LayerChecksums:
     def read(self) -> list[MicrobatchChecksums]:
         """Waits for the checksums, and returns them by index of the microbatch in the global batch."""
         by_index: dict[int, dict[str, list[int]]] = {}
+        first_arrays: dict[int, jax.Array] = {}
         for index, checksums in self._parts:
             for shard, number in enumerate(np.ravel(np.asarray(index)).tolist()):
+                # A device with fewer microbatches than others may repeat one.
+                if first_arrays.setdefault(number, index) is not index:
+                    continue
                 of_microbatch = by_index.setdefault(number, {})
                 for name, values in checksums.items():
                     # If layers are computed one after the other, the last layer comes first.

@@ -26,6 +26,12 @@ from lm_trainer.step.state.state_sharding import StateSharding
 
 T = TypeVar("T")
 
+LAYERS_AT_ONCE, MAX_LAYERS_AT_ONCE = 2, 4
+"""Number of layers in the queue of a device, including the one being computed, and the maximum if memory is free.
+
+A device idles only if the host pauses for longer than the queued layers take. More layers than the maximum would rarely
+help: PJRT queues at most 32 programs on a GPU, and a layer with 2 microbatches has up to 6 of them."""
+
 
 @dataclass(frozen=True)
 class ModelParallelGroup:
@@ -128,6 +134,8 @@ class DeviceGroups:
     def __init__(self, sharding: StateSharding, microbatches_per_gather: int | None = None):
         self.sharding, self._microbatches_per_gather = sharding, microbatches_per_gather
         self.groups = local_groups(sharding.mesh)
+        self.layers_at_once = LAYERS_AT_ONCE
+        """Number of layers in the queue of a device. Arrays take memory once they are queued."""
 
     def shard_function(self, function: MicrobatchFn, names: Iterable[str]) -> Callable[..., PyTree]:
         """Distributes `function` over the devices of a group; `names` are the parameters in the tree it returns."""

@@ -7,6 +7,7 @@ kernels. It is used only if every result is computed in the same way, because it
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,9 +24,19 @@ from lm_trainer.step.dispatch.mesh_group import MeshGroup, Signature
 from lm_trainer.step.dispatch.per_group import PerGroupExecutable
 from lm_trainer.step.dispatch.program import Program
 
+logger = logging.getLogger(__name__)
+
 
 class ProgramsDiffer(Exception):
     """A program for all devices computes results differently than a program for one device, so its bits may differ."""
+
+    def log_separate_programs(self) -> None:
+        """Warns that each device gets a separate program."""
+        logger.warning(
+            "%s is compiled differently in one program for all devices: each device gets its own, which costs the host "
+            "more time",
+            self,
+        )
 
 
 class Exchange(NamedTuple):

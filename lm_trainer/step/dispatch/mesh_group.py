@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import jax
@@ -16,7 +17,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.jax_types import PyTree
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
 from lm_trainer.parallel.rehearsal import put_abstract
-from lm_trainer.parallel.sharded_array import replicate
+from lm_trainer.parallel.sharded_array import replicate, shards_by_device
 from lm_trainer.parallel.tree_sum import Shares, TreeSum
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
@@ -70,7 +71,10 @@ class MeshGroup:
         return range(shares.max_terms)
 
     def make_tree_sum(self, shares: Shares, add: Callable[[T, T], T]) -> TreeSum[T]:
-        """Makes the sum over the microbatches of a device, the same subtree of the full sum on every device."""
+        """Makes the sum over the microbatches of a device, the same subtree of the full sum on every device.
+
+        The shares must be even.
+        """
         return TreeSum(shares.max_terms, add)
 
     def argument_shapes(self, signature: Signature) -> tuple[PyTree, ...]:
@@ -116,13 +120,23 @@ class MeshWide:
         self.devices, self.sharding = devices, devices.sharding
         self.groups = [MeshGroup(devices.sharding.mesh)]
 
+    @property
+    def layers_at_once(self) -> int:
+        """Same as `DeviceGroups.layers_at_once`."""
+        return self.devices.layers_at_once
+
     def divide_microbatches(self, plan: MicrobatchPlan) -> Shares:
         """Same as `DeviceGroups.divide_microbatches`."""
         return self.devices.divide_microbatches(plan)
 
     def put(self, batch: Batch, plan: MicrobatchPlan) -> PlacedBatch:
-        """Puts this process's rows on their devices, with one global array for the n-th microbatches of all devices."""
-        return self.place(plan, self.devices.split(batch, plan), self.devices.microbatch_indices(plan))
+        """Puts this process's rows on their devices, with one global array for the n-th microbatches of all devices.
+
+        If devices have different numbers of microbatches, a device with fewer repeats its last one (`split_results`).
+        """
+        shares = self.divide_microbatches(plan)
+        fill = partial(_fill_groups, num_groups=plan.count // shares.count, size=shares.max_terms)
+        return self.place(plan, fill(self.devices.split(batch, plan)), fill(self.devices.microbatch_indices(plan)))
 
     def place(
         self, plan: MicrobatchPlan, microbatches: Sequence[Sequence[Batch]], indices_by_group: Sequence[Sequence[int]]
@@ -149,12 +163,40 @@ class MeshWide:
         """Returns gathered parameters in the form in which the group reads them: global arrays."""
         return [arrays]
 
+    def split_results(self, results: PyTree, position: int, shares: Shares) -> list[PyTree]:
+        """Splits results of a program into the results of each local device, without copies and without repetitions.
 
-def can_be_mesh_wide(devices: DeviceGroups, plans: Sequence[MicrobatchPlan]) -> bool:
-    """Returns true if there are several devices, each computes its microbatches by itself, and all have as many."""
+        Args:
+            results: results for one microbatch of each device.
+            position: position of the microbatch among the microbatches of a device.
+            shares: division of the microbatches among the devices.
+        """
+        leaves, structure = jax.tree.flatten(results)
+        parts = [shards_by_device(leaf) for leaf in leaves]
+        devices = [
+            group.mesh.devices.flat[0] for group in self.devices.groups if position < len(shares.terms(group.index))
+        ]
+        return [structure.unflatten([of_device[device] for of_device in parts]) for device in devices]
+
+
+def _fill_groups(by_device: Sequence[Sequence[T]], num_groups: int, size: int) -> list[list[T]]:
+    """Returns the items of each device in groups of `size` items, where the last item of a group is repeated."""
+
+    def fill(items: Sequence[T]) -> list[T]:
+        count = len(items) // num_groups
+        return [items[first + min(n, count - 1)] for first in range(0, len(items), count) for n in range(size)]
+
+    return [fill(items) for items in by_device]
+
+
+def can_be_mesh_wide(devices: DeviceGroups) -> bool:
+    """Returns true if one program for all devices is faster, and possible: if each device computes microbatches alone.
+
+    Devices that share a microbatch exchange values inside the computation. These exchanges name the devices, so a
+    program for all devices and the program of one group have different graphs.
+    """
     mesh = devices.sharding.mesh
-    alone = mesh.size == batch_shards(mesh) > 1
-    return alone and all(devices.divide_microbatches(plan).is_even for plan in plans)
+    return prefers_mesh_wide(mesh.devices.flat[0].platform) and mesh.size == batch_shards(mesh) > 1
 
 
 _DISPATCHES_FOR: ContextVar[str | None] = ContextVar("dispatches_for", default=None)

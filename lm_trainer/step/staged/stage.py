@@ -141,8 +141,7 @@ class Stage:
         self._reduce = Program(labels.reduce, reduce, labels.sums)
 
     def reduce_exchange(self, shares: Shares) -> Exchange:
-        """Returns `reduce_layer`, `(grads, sums, row)`, for a program that computes meanwhile; see
-        `stack_for_exchange`.
+        """Returns `reduce_layer`, `(grads, sums, row)`, for a program that computes meanwhile; see `stack_sums`.
 
         Args:
             shares: division of the microbatches among the devices.
@@ -151,10 +150,10 @@ class Stage:
         if shares.max_terms > 1:
             # Sums over several microbatches have the dtype of the parameters.
             shapes = {n: jax.ShapeDtypeStruct(x.shape, self._shapes[n].dtype) for n, x in shapes.items()}
-        stacked = stacked_shapes(shapes, self._trained_layouts, self._mesh, ())
+        stacked = [stacked_shapes(shapes, self._trained_layouts, self._mesh, ())] * shares.max_parts
 
-        def reduce(grads: Params, sums: Sums, row: jax.Array) -> Params:
-            return self._into_row(grads, [sums], shares, row)
+        def reduce(grads: Params, sums: list[Sums], row: jax.Array) -> Params:
+            return self._into_row(grads, sums, shares, row)
 
         shardings = {name: x.sharding for name, x in self._at_rest.items()}
         arguments = (self._at_rest, stacked, row_shape(self._mesh))
@@ -167,19 +166,19 @@ class Stage:
             sums: partial sums of each local group.
             shares: division of the microbatches among the groups.
         """
-        return wait_on_cpu(self._reduce(self._stack_sums(sums, shares), shares))
+        return wait_on_cpu(self._reduce(self.stack_sums(sums, shares), shares))
 
     def zero_gradients(self) -> Params:
         """Returns zeros in the shape of the gradients of all layers."""
         return self._zeros()
 
-    def stack_for_exchange(self, sums: list[list[Sums]], shares: Shares) -> Sums:
-        """Returns the sums of all devices in the form that `reduce_exchange` takes."""
-        return self._stack_sums(sums, shares)[0]
+    def stack_sums(self, parts: list[list[Sums]], shares: Shares) -> list[Sums]:
+        """Returns the partial sums of all devices in the form that `reduce_exchange` takes; see `group_sums`."""
+        return stack_sums(parts, shares, self._trained_layouts, self._mesh)
 
     def reduce_layer(self, grads: Params, sums: list[list[Sums]], shares: Shares, row: jax.Array) -> Params:
         """Same as `reduce`, but writes the result to one layer (`row`) of `grads`, which are consumed."""
-        return wait_on_cpu(self._reduce_layer(grads, self._stack_sums(sums, shares), shares, row))
+        return wait_on_cpu(self._reduce_layer(grads, self.stack_sums(sums, shares), shares, row))
 
     def sum_shardings_on(self, group: ModelParallelGroup | MeshGroup) -> PyTree:
         """Returns the shardings, on a group, of the sums of a microbatch, which have a leading axis."""
@@ -196,6 +195,3 @@ class Stage:
     def _into_row(self, grads: Params, stacked: list[Sums], shares: Shares, row: jax.Array) -> Params:
         sums = self._over_devices(stacked, shares).tree
         return {name: jax.lax.dynamic_update_index_in_dim(x, sums[name], row, 0) for name, x in grads.items()}
-
-    def _stack_sums(self, parts: list[list[Sums]], shares: Shares) -> list[Sums]:
-        return stack_sums(parts, shares, self._trained_layouts, self._mesh)

@@ -15,6 +15,7 @@ layers and head, the computation needs as much memory as FSDP.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 
@@ -27,6 +28,7 @@ from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.tree_sum import Shares, TreeSum
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
 from lm_trainer.step.dispatch.executable import Executable, Executables
+from lm_trainer.step.dispatch.layer_queue import LayerQueue
 from lm_trainer.step.dispatch.mesh_executable import MicrobatchExecutable
 from lm_trainer.step.dispatch.mesh_group import MeshWide
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
@@ -39,7 +41,6 @@ from lm_trainer.step.staged.stages import (
     FirstExchange,
     Overlap,
     PreparedParams,
-    Queue,
     SavedForBackward,
     StageCall,
     StagedForward,
@@ -68,7 +69,7 @@ class _Programs:
             stages.compile_gradient(index, batch) if stages.is_differentiated(index) else None
             for index in range(len(stages.kinds))
         ]
-        self._exchanging = dict[bool, dict[int, MicrobatchExecutable]]()
+        self._exchanging = dict[tuple[bool, Shares | None], dict[int, MicrobatchExecutable]]()
 
     def programs_with_exchanges(self, shares: Shares) -> Mapping[int, MicrobatchExecutable]:
         """Returns backward passes of layers that also gather the layer below and reduce the gradients of the layer
@@ -76,11 +77,12 @@ class _Programs:
 
         Keys are positions in `Stages.kinds`. Empty if parameters and gradients are exchanged only by separate programs.
         """
-        # Sums over several microbatches have a wider dtype than the gradients of a single microbatch.
-        several = shares.max_terms > 1
-        if several not in self._exchanging:
-            self._exchanging[several] = self._compile_with_exchanges(shares)
-        return self._exchanging[several]
+        # Sums over several microbatches have a wider dtype than the gradients of a single microbatch. Sums of unequal
+        # shares are added in an order that depends on the shares.
+        key = (shares.max_terms > 1, None if shares.is_even else shares)
+        if key not in self._exchanging:
+            self._exchanging[key] = self._compile_with_exchanges(shares)
+        return self._exchanging[key]
 
     def _compile_with_exchanges(self, shares: Shares) -> dict[int, MicrobatchExecutable]:
         stages = self.stages
@@ -223,7 +225,8 @@ class StagedSum:
         """Computes the sums of every microbatch like `__call__`, but does not add them over devices."""
         programs = self._programs[batch.plan.rows]
         for group in microbatch_groups(batch, self.devices, step):
-            stages, saved, queue = programs.stages, list[Microbatches[SavedForBackward]](), Queue()
+            stages, saved = programs.stages, list[Microbatches[SavedForBackward]]()
+            queue = LayerQueue(self.devices.layers_at_once)
             saved.append(programs.forward(ready, group, saved).map(lambda stream: SavedForBackward(stream, ())))
             derivatives = group.microbatches.map(lambda _: None)
             for call in reversed(stages.order):
@@ -246,7 +249,8 @@ class StagedSum:
         self, programs: _Programs, ready: PreparedParams, group: MicrobatchGroup, tap: Tap | None
     ) -> tuple[dict[str, jax.Array], list[Params]]:
         """Computes sums over the microbatches of a group: scalars, and the stored gradients of each kind of stage."""
-        stages, saved, queue = programs.stages, list[Microbatches[SavedForBackward]](), Queue()
+        stages, saved = programs.stages, list[Microbatches[SavedForBackward]]()
+        queue = LayerQueue(self.devices.layers_at_once)
         saved.append(programs.forward(ready, group, saved).map(lambda stream: SavedForBackward(stream, ())))
         derivatives = group.microbatches.map(lambda _: None)
         scalars: dict[str, jax.Array] = {}
@@ -275,7 +279,7 @@ class StagedSum:
                         stages.kinds[below.kind].gradient.params.select(ready.params),
                         below.row,
                         self._take_layer_grads(stages, grads, above),
-                        stages.kinds[above.kind].stack_for_exchange(unreduced, group.shares),
+                        stages.kinds[above.kind].stack_sums(unreduced, group.shares),
                         above.row,
                     ),
                 )
@@ -330,7 +334,11 @@ class StagedSum:
         """
         run, shares = programs.gradients[call.kind], group.shares
         assert run is not None
-        trees: list[TreeSum[Sums]] = [group.make_tree_sum(shares, self._add_to) for group in self.devices.groups]
+        # Devices with unequal shares add their microbatches in different orders, so each adds its own.
+        unequal = self.devices if isinstance(self.devices, MeshWide) and not shares.is_even else None
+        groups = self.devices.groups if unequal is None else unequal.devices.groups
+        trees: list[TreeSum[Sums]] = [group.make_tree_sum(shares, self._add_to) for group in groups]
+        positions = itertools.count()
 
         def differentiate(microbatch: Microbatch, inputs: SavedForBackward, derivative: PyTree) -> PyTree:
             i, rows, step, index = microbatch
@@ -338,7 +346,12 @@ class StagedSum:
             derivative, sums = run(i, *arguments) if exchange is None else exchange.run_first(run, i, arguments)
             if tap is not None:
                 tap(i, microbatch, sums)
-            trees[i].push(sums)
+            if unequal is None:
+                trees[i].push(sums)
+            else:
+                # The first devices have the most microbatches.
+                for tree, own_sums in zip(trees, unequal.split_results(sums, next(positions), shares), strict=False):
+                    tree.push(own_sums)
             return derivative
 
         derivatives = group.microbatches.map(differentiate, saved, derivatives)

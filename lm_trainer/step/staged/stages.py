@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +16,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.jax_types import PyTree
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, ModelParallelGroup
+from lm_trainer.step.dispatch.layer_queue import LayerQueue
 from lm_trainer.step.dispatch.mesh_executable import Exchange, MeshExecutable, MicrobatchExecutable, ProgramsDiffer
 from lm_trainer.step.dispatch.mesh_group import MeshWide, Role, Signature
 from lm_trainer.step.dispatch.microbatches import Microbatch, Microbatches, MicrobatchGroup
@@ -42,10 +42,6 @@ class Overlap(NamedTuple):
 _FORWARD: tuple[Role, ...] = ("own", "own", "shared", "shared", "own")
 """Roles of the arguments of a forward pass, except the parameters."""
 _GRADIENT: tuple[Role, ...] = ("own", "own", "own", "shared", "own", "shared", "own")
-
-LAYERS_AT_ONCE = 2
-"""Number of layers in the queue of a device, including the one being computed. Arrays take memory once they are
-queued."""
 
 
 class StageCall(NamedTuple):
@@ -390,7 +386,7 @@ class StagedForward:
             saved: receives the values that each stage with a backward pass saves for it, except the last stage.
         """
         streams: Microbatches[PyTree] = group.microbatches.map(lambda _: None)
-        queue, stages = Queue(), self.stages
+        queue, stages = LayerQueue(self.stages.devices.layers_at_once), self.stages
         gathered: list[Params] | None = None
         for position, (call, following) in enumerate(pairwise(stages.order)):
             gathered = stages.gather(ready, call) if gathered is None else gathered
@@ -433,17 +429,3 @@ class StagedForward:
 def _fill_shared(output: PyTree, stream: PyTree) -> PyTree:
     """Returns the output of a stage, and the arrays of its input where the output has None."""
     return jax.tree.map(lambda new, old: old if new is None else new, output, stream, is_leaf=lambda x: x is None)
-
-
-class Queue:
-    """Prevents the host from running more than a few layers ahead of the devices."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[list[PyTree]] = deque()
-
-    def push(self, results: Microbatches[PyTree]) -> None:
-        """Adds the results of a layer, and waits until the devices have finished an earlier layer."""
-        # Waiting for one array of each group is enough; other arrays may have been donated.
-        self._waiting.append(results.last_values())
-        if len(self._waiting) == LAYERS_AT_ONCE:
-            jax.block_until_ready(self._waiting.popleft())
