@@ -68,18 +68,12 @@ def build_setup_of_kind(kind: str, devices: int, size: argparse.Namespace) -> An
 
     settings, shape = dict(KINDS[kind]), select_shape(size)
     rows = {"per_device_parallelism": size.batch // 8} if settings.pop("microbatches", False) else {}
-    llama = {"num_kv_heads": shape.kv_heads, "intermediate_dim": shape.mlp_width}
     config = RunConfig.model_validate(
         {
             "model": {
-                "type": shape.family,
-                "seq_len": shape.seq_len,
-                "hidden_dim": shape.width,
-                "num_layers": shape.layers,
-                "num_heads": shape.heads,
+                **shape.model_section(),
                 "scan_layers": True,
                 "gradient_checkpointing": kind.endswith(RECOMPUTING),
-                **(llama if shape.family == "llama" else {}),
             },
             "data": {"tokenizer": "bytes"},
             "trainer": {"train_batch_size": size.batch, "mp": size.mp, **rows, **settings},

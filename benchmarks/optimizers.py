@@ -56,17 +56,7 @@ def optimizer_settings() -> dict[str, dict[str, Any]]:
 def make_config(shape: Shape, optimizer: Mapping[str, Any]) -> Any:
     from lm_trainer.run.config.run_config import RunConfig
 
-    llama = {"num_kv_heads": shape.kv_heads, "intermediate_dim": shape.mlp_width}
-    model = {
-        "type": shape.family,
-        "seq_len": shape.seq_len,
-        "hidden_dim": shape.width,
-        "num_layers": shape.layers,
-        "num_heads": shape.heads,
-        "scan_layers": True,
-        "gradient_checkpointing": False,
-        **(llama if shape.family == "llama" else {}),
-    }
+    model = {**shape.model_section(), "scan_layers": True, "gradient_checkpointing": False}
     sections = {"model": model, "data": {"tokenizer": "bytes"}, "trainer": {"train_batch_size": shape.rows}}
     return RunConfig.model_validate({**sections, "optimizer": {"warmup": 0, **optimizer}})
 

@@ -34,19 +34,14 @@ def run_config(shape: Shape, determinism: Literal["elastic", "fast"]) -> RunConf
     """Returns a configuration with float32 on a CPU, bfloat16 products on a GPU, and no recomputation."""
     cpu = jax.default_backend() == "cpu"
     model = {
-        "type": shape.family,
-        "seq_len": shape.seq_len,
-        "hidden_dim": shape.width,
-        "num_layers": shape.layers,
-        "num_heads": shape.heads,
+        **shape.model_section(),
         "initializer_range": shape.init_std,
         "layer_norm_epsilon": NORM_EPSILON,
         "gradient_checkpointing": False,
         "attn_backend": "auto",
     }
     if shape.family == "llama":
-        rope = {"type": "default", "theta": ROPE_THETA}
-        model |= {"num_kv_heads": shape.kv_heads, "intermediate_dim": shape.mlp_width, "rope": rope}
+        model["rope"] = {"type": "default", "theta": ROPE_THETA}
     return RunConfig.model_validate(
         {
             "model": model,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -57,6 +57,19 @@ class Shape:
     def init_std(self) -> float:
         """Standard deviation of initial weights, so large that every part affects the loss from the first step on."""
         return self.width**-0.5
+
+    def model_section(self) -> dict[str, Any]:
+        """Returns the section `model` of a configuration of `lmt`."""
+        section: dict[str, Any] = {
+            "type": self.family,
+            "seq_len": self.seq_len,
+            "hidden_dim": self.width,
+            "num_layers": self.layers,
+            "num_heads": self.heads,
+        }
+        if self.family == "llama":
+            section |= {"num_kv_heads": self.kv_heads, "intermediate_dim": self.mlp_width}
+        return section
 
     def describe(self) -> str:
         family = {"gpt2": "GPT-2", "llama": "Llama"}[self.family]

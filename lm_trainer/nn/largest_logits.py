@@ -43,10 +43,10 @@ def largest_logits(q_BSNH: jax.Array, k_BTKH: jax.Array, bias_B1ST: jax.Array, v
 
 def _split_queries(x_BSX: jax.Array) -> jax.Array:
     """Splits axis 1 into blocks, [L, B, C, ...]. The last block is padded with zeros, which are no allowed pairs."""
-    rows, length, *others = x_BSX.shape
+    rows, length, *inner_sizes = x_BSX.shape
     count = -(-length // _BLOCK)
-    padded = jnp.pad(x_BSX, [(0, 0), (0, count * _BLOCK - length), *[(0, 0)] * len(others)])
-    return jnp.moveaxis(padded.reshape(rows, count, _BLOCK, *others), 1, 0)
+    padded = jnp.pad(x_BSX, [(0, 0), (0, count * _BLOCK - length), *[(0, 0)] * len(inner_sizes)])
+    return jnp.moveaxis(padded.reshape(rows, count, _BLOCK, *inner_sizes), 1, 0)
 
 
 @jax.custom_vjp

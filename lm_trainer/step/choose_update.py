@@ -42,8 +42,8 @@ def choose_update(  # noqa: PLR0913 - the parts of a rule
         clips: further parameters that the optimizer does not update; see `LogitClipUpdate`.
     """
     if clips:
-        others = split_params(shardings.params, clips)[0]
-        update = choose_update(rule, params, shapes, TrainedShardings(others, shardings.opt_state), mesh, loads)
+        unclipped = TrainedShardings(split_params(shardings.params, clips)[0], shardings.opt_state)
+        update = choose_update(rule, params, shapes, unclipped, mesh, loads)
         return LogitClipUpdate(update, clips, shapes, shardings, mesh)
     if loads:
         optimized = TrainedShardings({name: shardings.params[name] for name in params}, shardings.opt_state)

@@ -225,8 +225,8 @@ class FastStep:
         curvature: Params | None,
     ) -> tuple[Params, optax.OptState, Metrics]:
         scalars, grads = self._sum_over_batch(self._gradient, {**frozen, **params}, batch, step)
-        others = split_params(grads, self._sharding.measured)[0]
-        squares = sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in others.values())
+        optimized = split_params(grads, self._sharding.measured)[0]
+        squares = sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in optimized.values())
         inputs = {**scalars, "squares": squares, "learning_rate": learning_rate}
         return self._apply(params, opt_state, grads, curvature, inputs)
 

@@ -264,10 +264,10 @@ def left_out_errors(runs: MixtureRuns) -> np.ndarray:
     """Returns the errors of log L (P, V) of each run by laws that are fitted without it; NaN if these have no law."""
     errors_PV = np.full(runs.loss_PV.shape, np.nan)
     for run in range(len(runs.labels)):
-        others = runs.without(run)
-        if np.linalg.matrix_rank(others.weights_PM, tol=1e-6) < len(runs.sets):
+        fitted = runs.without(run)
+        if np.linalg.matrix_rank(fitted.weights_PM, tol=1e-6) < len(runs.sets):
             continue
-        for v, loss_P in enumerate(others.loss_PV.T):
-            law = fit_mixture_law(others.weights_PM, loss_P)
+        for v, loss_P in enumerate(fitted.loss_PV.T):
+            law = fit_mixture_law(fitted.weights_PM, loss_P)
             errors_PV[run, v] = np.log(runs.loss_PV[run, v] / law.loss(runs.weights_PM[run]))
     return errors_PV

@@ -34,8 +34,8 @@ def read_mixture_runs(names: Sequence[str], metrics: Sequence[str] = ()) -> Mixt
         directory = find_run(name)
         identities[name] = recorded_identity(read_run_record(directory), directory)
         rows[name] = _last_values(directory)
-    first, *others = names
-    for name in others:
+    first, *later_names = names
+    for name in later_names:
         _check_same(first, name, identities[first], identities[name])
         if rows[name]["step"] != rows[first]["step"]:
             raise UserError(
@@ -67,10 +67,10 @@ def _last_values(directory: Path) -> dict[str, Any]:
 
 def _check_same(first: str, other: str, identity: Mapping[str, Any], other_identity: Mapping[str, Any]) -> None:
     differences = changed_keys(identity, other_identity)
-    others = [key for key in differences if key != _SEED and not key.startswith(_WEIGHTS)]
-    if others:
+    unexpected = [key for key in differences if key != _SEED and not key.startswith(_WEIGHTS)]
+    if unexpected:
         raise UserError(
-            f"{other} and {first} differ in {', '.join(others[:4])}; a law of mixtures is of runs that differ in "
+            f"{other} and {first} differ in {', '.join(unexpected[:4])}; a law of mixtures is of runs that differ in "
             f"{_WEIGHTS} and {_SEED} alone"
         )
 

@@ -101,8 +101,8 @@ def with_own_loads(weights: Mapping[str, np.ndarray], shapes: Mapping[str, Any])
     """
     even = {name: np.ones(x.shape, x.dtype) for name, x in shapes.items() if is_relative_load(name)}
     logits = {name: np.zeros(x.shape, x.dtype) for name, x in shapes.items() if is_largest_logits(name)}
-    others = {name: x for name, x in weights.items() if name in shapes or not is_relative_load(name)}
-    return {**even, **logits, **others}
+    used = {name: x for name, x in weights.items() if name in shapes or not is_relative_load(name)}
+    return {**even, **logits, **used}
 
 
 def find_base_checkpoint(config: RunConfig, store: CheckpointStore) -> BaseCheckpoint | None:

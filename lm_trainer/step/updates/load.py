@@ -7,7 +7,6 @@ are whole numbers, so their float32 sum is exact up to 2^24 assignments, and its
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.state_sharding import TrainedShardings
-from lm_trainer.step.updates.split import split_params
+from lm_trainer.step.updates.split import split_inputs
 from lm_trainer.step.updates.update import Metrics, UpdateFn
 
 LoadRates = Mapping[str, float | None]
@@ -71,8 +70,7 @@ def with_loads(update: UpdateFn, rates: LoadRates) -> UpdateFn:
         curvature: Params | None,
         scalars: Mapping[str, jax.Array],
     ) -> tuple[Params, PyTree, Metrics]:
-        (params, loads), (grads, counts) = split_params(params, rates), split_params(grads, rates)
-        curvature = None if curvature is None else split_params(curvature, rates)[0]
+        params, grads, curvature, loads, counts = split_inputs(params, grads, curvature, rates)
         params, opt_state, metrics = update(params, opt_state, grads, curvature, scalars)
         loads, of_load = update_loads(loads, counts, scalars, rates)
         return {**params, **loads}, opt_state, {**metrics, **of_load}
@@ -113,9 +111,7 @@ class LoadUpdate:
         scalars: Mapping[str, jax.Array],
     ) -> tuple[Params, PyTree, Metrics]:
         """Computes the update. Consumes parameters and optimizer state."""
-        split = partial(split_params, names=self._rates)
-        (params, loads), (grads, counts) = split(params), split(grads)
-        curvature = None if curvature is None else split(curvature)[0]
+        params, grads, curvature, loads, counts = split_inputs(params, grads, curvature, self._rates)
         needed = {name: scalars[name] for name in ("loss", "squares")}
         new_loads, of_load = wait_on_cpu(self._compute(loads, counts, needed))
         stored = wait_on_cpu(self._store(new_loads))

@@ -20,7 +20,7 @@ from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.state_sharding import TrainedShardings
-from lm_trainer.step.updates.split import split_params
+from lm_trainer.step.updates.split import split_inputs
 from lm_trainer.step.updates.update import Metrics, UpdateFn
 
 LogitClips = Mapping[str, LogitClip]
@@ -96,7 +96,7 @@ def with_logit_clips(update: UpdateFn, clips: LogitClips) -> UpdateFn:
         curvature: Params | None,
         scalars: Mapping[str, jax.Array],
     ) -> tuple[Params, PyTree, Metrics]:
-        (params, old), (grads, maxima) = split_params(params, clips), split_params(grads, clips)
+        params, grads, curvature, old, maxima = split_inputs(params, grads, curvature, clips)
         sizes = {name: params[name].shape[-1] for name in scaled_weights(clips)}
         new, factors, measured = find_factors(old, maxima, scalars, sizes, clips)
         params, opt_state, metrics = update(params, opt_state, grads, curvature, scalars)
@@ -153,8 +153,7 @@ class LogitClipUpdate:
         scalars: Mapping[str, jax.Array],
     ) -> tuple[Params, PyTree, Metrics]:
         """Computes the update. Consumes parameters and optimizer state."""
-        (params, old), (grads, maxima) = split_params(params, self._clips), split_params(grads, self._clips)
-        curvature = None if curvature is None else split_params(curvature, self._clips)[0]
+        params, grads, curvature, old, maxima = split_inputs(params, grads, curvature, self._clips)
         needed = {name: scalars[name] for name in ("loss", "squares")}
         new, factors, measured = wait_on_cpu(self._compute(old, maxima, needed))
         stored = wait_on_cpu(self._store(new))
