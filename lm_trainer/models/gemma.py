@@ -232,6 +232,8 @@ class Gemma2Config(_WindowedGemmaConfig):
         inert=_INERT,
         computed_from_hf=_gemma2_from_hf,
         computed_to_hf=_gemma2_to_hf,
+        # Published files also have a name of the first generation, which transformers does not read.
+        read_only=("hidden_act",),
         tied=TIED,
     )
 
@@ -268,6 +270,7 @@ class Gemma3Config(_WindowedGemmaConfig):
         inert=_INERT,
         computed_from_hf=_gemma3_from_hf,
         computed_to_hf=_gemma3_to_hf,
+        read_only=("hidden_act",),
         tied=TIED,
     )
 

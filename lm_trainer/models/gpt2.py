@@ -73,6 +73,7 @@ _HF = HfFamily(
     fixed={"scale_attn_weights": True, "add_cross_attention": False, "tie_word_embeddings": True},
     computed_from_hf=_from_hf,
     computed_to_hf=_to_hf,
+    read_only=("n_special", "predict_special_tokens"),
     # Causal masks, which earlier versions of transformers saved with the weights.
     ignored=r"h\.\d+\.attn\.(bias|masked_bias)",
     tied={"lm_head.weight": "wte.weight"},

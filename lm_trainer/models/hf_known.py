@@ -30,8 +30,8 @@ WITHOUT_EFFECT = frozenset(
         *("initializer_range", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
         *("mask_feature_length", "mask_feature_min_masks", "mask_feature_prob"),
         *("mask_time_length", "mask_time_min_masks", "mask_time_prob"),
-        # Slices of a product whose results are added.
-        "pretraining_tp",
+        # Slices of a product whose results are added, and the length of the rows of the training.
+        *("pretraining_tp", "max_sequence_length"),
     )
 )
 """Fields of any model that do not change the results of a trained model, or that are read elsewhere."""
@@ -39,13 +39,16 @@ WITHOUT_EFFECT = frozenset(
 _WITHOUT_EFFECT = re.compile(r"_.*|.*dropout.*|.*_pdrop|.*_layerdrop|unsloth_.*")
 """Names of further fields without an effect: private ones, and rates of dropout."""
 
-_ROPE = frozenset(("max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta"))
+_ROPE = frozenset(
+    ("max_position_embeddings", "original_max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta")
+)
 
 
 def check_fields_known(config_class: type[DecoderConfig], hf: Mapping[str, Any]) -> None:
     """Checks that the content of a config.json has no field of an unknown meaning, such as one of a later version.
 
-    Null, `false` and empty values mean that a part is absent, and are accepted.
+    Null, `false` and empty values mean that a part is absent, and are accepted. So are `layer_types` of layers that all
+    attend to every position, which transformers writes for families that know no other layers.
 
     Raises:
         UserError: naming all such fields.
@@ -59,6 +62,7 @@ def check_fields_known(config_class: type[DecoderConfig], hf: Mapping[str, Any])
         and value is not None
         and value is not False
         and value not in ("", [], {})
+        and not (name == "layer_types" and {*value} == {"full_attention"})
     ]
     if unknown:
         raise UserError(

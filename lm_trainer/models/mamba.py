@@ -96,7 +96,7 @@ class Mamba2Config(DecoderConfig):
         unprefixed=("lm_head.weight",),
         fixed={"hidden_act": "silu"},
         inert={"residual_in_fp32": True, "rescale_prenorm_residual": False, "time_step_rank": "auto"},
-        read_only=("time_step_limit", "rms_norm"),
+        read_only=("time_step_limit", "rms_norm", "norm_before_gate"),
         computed_from_hf=_from_hf,
         computed_to_hf=_to_hf,
         tied={"lm_head.weight": "embeddings.weight"},

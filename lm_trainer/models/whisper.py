@@ -118,6 +118,7 @@ _HF = HfFamily(
     },
     computed_from_hf=_from_hf,
     computed_to_hf=_to_hf,
+    read_only=("num_hidden_layers",),
     tied={"proj_out.weight": "decoder.embed_tokens.weight"},
 )
 

@@ -71,6 +71,8 @@ class LayoutWork:
     training_flops: int
     """Number of FLOPs per token of a training step."""
     recomputation: Recomputation
+    measures_logits: bool = False
+    """True if the largest logit of each head is measured: see `lm_trainer.nn.logit_clip`."""
     head_shards: int = 1
     """Number of devices that share the output head. Tensor parallelism of this package does not shard it."""
 
@@ -163,6 +165,7 @@ def describe_layout(
         backend=model.backend,
         training_flops=model.training_flops,
         recomputation=Recomputation.of(model.spec, trainer),
+        measures_logits=config.optimizer.logit_limit is not None,
     )
 
 

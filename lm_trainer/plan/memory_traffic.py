@@ -17,6 +17,8 @@ from lm_trainer.profile.mixer_flops import count_mixer
 _SCORE_PASSES = 10
 """Number of passes of float32 scores through memory without a fused kernel: four in the forward pass (scores, two for
 the softmax, the weighted sum) and six in the backward pass."""
+_MEASURED_PASSES = 2
+"""Number of passes of float32 scores through memory if their largest is measured: they are written and read."""
 _LOGIT_PASSES = {"tpu": 3, "gpu": 11}
 """Number of passes of float32 logits through memory. On TPUs they are read for the loss; read and written, as their
 gradient, in the backward pass. On GPUs XLA fuses less: its compiled loss moves this much for GPT-2."""
@@ -36,7 +38,8 @@ def microbatch_bytes(work: LayoutWork, kind: str) -> float:
     operation counts with the time by which its memory traffic exceeds its FLOPs.
     """
     of_tokens = _token_bytes(work, device_platform(kind))
-    return _gradient_bytes(work) + _score_bytes(work, kind) + work.tokens * of_tokens
+    scores = _score_bytes(work, kind) + _measured_score_bytes(work)
+    return _gradient_bytes(work) + scores + work.tokens * of_tokens
 
 
 def weight_bytes(work: LayoutWork) -> float:
@@ -72,9 +75,17 @@ def _pipeline_params(work: LayoutWork) -> float:
     return (work.plan.rows + stages - 2) * layers / (stages * work.tensor)
 
 
-def _score_bytes(work: LayoutWork, kind: str) -> float:
+def _count_scores(work: LayoutWork) -> float:
     heads = sum(spec.num_heads for spec in softmax_specs(work.spec.all_blocks)) / work.tensor
-    pairs = work.tokens * work.seq_len * heads
+    return work.tokens * work.seq_len * heads
+
+
+def _measured_score_bytes(work: LayoutWork) -> float:
+    return _MEASURED_PASSES * _FLOAT32 * _count_scores(work) if work.measures_logits else 0.0
+
+
+def _score_bytes(work: LayoutWork, kind: str) -> float:
+    pairs = _count_scores(work)
     if work.backend == "cudnn":
         return _WORKSPACE_BYTES * pairs if work.trainer.bitwise and compute_capability(kind) == _HOPPER else 0.0
     if work.has_kernel:

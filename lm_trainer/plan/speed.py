@@ -124,6 +124,10 @@ def _attention_seconds(work: LayoutWork, machine: Machine) -> tuple[float, float
             first, second = forward / machine.product_rate, 2 * forward / machine.product_rate
         total += first + second
         repeated += first * work.recomputation.attention
+        if work.measures_logits:
+            # A second product of all queries and keys, outside the kernel.
+            logits = layers * spec.num_heads * spec.head_dim / work.tensor
+            total += work.tokens * 2 * work.seq_len * logits / machine.product_rate
     # Mixers without a softmax have no kernel: their products are products of matrices.
     products = sum(
         count_mixer(block.mixer, work.spec.hidden_dim, work.seq_len).product

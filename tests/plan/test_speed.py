@@ -79,6 +79,14 @@ def test_the_parts_of_a_step_by_hand():
     assert cost.seconds == cost.compute + cost.attention + cost.memory + cost.network
 
 
+def test_measuring_the_largest_logits_takes_a_product_and_its_traffic():
+    plain, measured = cost_of(), cost_of(measures_logits=True)
+    pairs = 2 * TOKENS * LAYERS * HEADS * LENGTH
+    assert measured.attention - plain.attention == pytest.approx(pairs * 2 * HIDDEN / HEADS / 0.5e9)
+    # Float32 logits are written and read.
+    assert measured.memory - plain.memory == pytest.approx(pairs * 2 * 4 / 0.8e9)
+
+
 def test_gradients_of_other_modes_are_not_float32_everywhere():
     def bytes_of_parameters(trainer: dict[str, Any], **changes: Any) -> float:
         few, many = (cost_of(trainer, params=params, **changes).memory for params in (0, 10**6))
