@@ -328,7 +328,7 @@ def read_step(
     step: int,
     like: Mapping[str, jax.ShapeDtypeStruct],
     *,
-    prefix: str = "",
+    selects: Callable[[str], bool] = lambda _: True,
     partial: bool = False,
 ) -> Restored:
     """Reads and verifies one step. All processes must call this function, which succeeds in all of them or in none.
@@ -337,7 +337,7 @@ def read_step(
         directory: the checkpoint directory.
         step: the step to read.
         like: shape, dtype and sharding of the arrays to read.
-        prefix: only arrays with this name prefix must match `like`. Other arrays are not read.
+        selects: only arrays for whose name it returns True must match `like`. Other arrays are not read.
         partial: leave out arrays that are missing in the checkpoint, instead of raising an error.
 
     Raises:
@@ -346,7 +346,7 @@ def read_step(
     """
     steps = _open_steps(directory)
     record = _read_in_all_processes(lambda: steps.read_record(step))
-    saved = {k: v for k, v in record["shapes"].items() if k.startswith(prefix)}
+    saved = {name: shape for name, shape in record["shapes"].items() if selects(name)}
     if partial:
         like = {name: x for name, x in like.items() if name in saved}
     _check_same_arrays(directory / str(step), saved, describe_arrays(like))

@@ -15,7 +15,13 @@ from lm_trainer.config.loader import load
 from lm_trainer.core.bucket import Bucket
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.result_keys import find_result_effect
-from lm_trainer.reproduce.branch_changes import Change, changes_data, changes_optimizer, find_refusal
+from lm_trainer.reproduce.branch_changes import (
+    Change,
+    changes_data,
+    changes_measurements,
+    changes_optimizer,
+    find_refusal,
+)
 from lm_trainer.reproduce.record import RunRecord
 from lm_trainer.reproduce.rerun import Rerun, configure_as_recorded, open_rerun
 from lm_trainer.reproduce.same_data import check_text_exists
@@ -95,6 +101,7 @@ def plan_branch(record: RunRecord, step: int, name: str, overrides: Sequence[str
         record.find_start(step, step),
         tuple(numeric_differences(old, new, config)),
         fresh_optimizer=changes_optimizer(change),
+        other_measurements=changes_measurements(change),
         other_data=changes_data(change),
         cpu_threads=record.attempt_at(step).get("cpu_threads"),
     )

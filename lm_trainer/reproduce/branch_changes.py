@@ -33,6 +33,11 @@ def changes_optimizer(change: Change) -> bool:
     return change.old.optimizer.type != change.new.optimizer.type
 
 
+def changes_measurements(change: Change) -> bool:
+    """Returns True if only one of the runs measures the largest attention logits."""
+    return (change.old.optimizer.logit_limit is None) != (change.new.optimizer.logit_limit is None)
+
+
 def changes_data(change: Change) -> bool:
     """Returns True if the branch reads other rows than its parent would."""
     return change.first_key("data.", "model.seq_len", "trainer.seed") is not None

@@ -170,7 +170,7 @@ def test_another_optimizer_begins_its_state_and_other_data_are_read_from_the_ste
     (copied / "other.txt").write_text("other text " * 900)
     result = run_here("branch", "run", "--at", "4", "lion", "optimizer.type=lion", "data.train_urls=[other.txt]")
     assert result.returncode == 0, result.stderr
-    assert "the state of the optimizer begins anew at step 4" in result.stdout
+    assert "the state of the optimizer is new at step 4" in result.stdout
     assert "the data or their order change from step 4 on" in result.stdout
     assert [*values(copied, "lion")] == [5, 6]
     assert values(copied, "lion")[5] != values(copied, "run")[5]
@@ -180,6 +180,32 @@ def test_another_optimizer_begins_its_state_and_other_data_are_read_from_the_ste
     assert replayed["now"].items() <= replayed["recorded"].items()
     causes = as_json(run_here("diff", "run", "lion", "--json"))["causes"]
     assert any(line.startswith("optimizer.type") for line in causes["configuration"])
+
+
+@pytest.mark.slow
+def test_a_branch_begins_and_another_stops_to_clip_attention_logits(in_tmp_path: Path) -> None:
+    config = write_config(in_tmp_path, optimizer={"type": "muon"})
+    assert run_here("train", config).returncode == 0
+    result = run_here("branch", "run", "--at", "2", "clipped", "optimizer.qk_clip=1e-3")
+    assert result.returncode == 0, result.stderr
+    assert "optimizer.qk_clip: was null, now 0.001" in result.stdout
+    clipped = {line["step"]: line["train/qk_clipped_heads"] for line in metrics(in_tmp_path, "clipped")
+               if "train/loss" in line}  # fmt: skip
+    assert [*clipped] == [3, 4, 5, 6]
+    assert min(clipped.values()) > 0
+    # The gradient of the first step is computed with shared weights, and the first clipped weights are those after it.
+    parent, own = values(in_tmp_path, "run"), values(in_tmp_path, "clipped")
+    assert own[3] == parent[3]
+    assert own[4] != parent[4]
+    assert as_json(run_here("verify", "clipped", "--segments", "9", "--json"))["equal"]
+
+    result = run_here("branch", "clipped", "--at", "4", "free", "optimizer.qk_clip=null")
+    assert result.returncode == 0, result.stderr
+    free = values(in_tmp_path, "free")
+    assert free[5] == own[5]
+    assert free[6] != own[6]
+    assert not any("train/qk_clipped_heads" in line for line in metrics(in_tmp_path, "free"))
+    assert as_json(run_here("verify", "free", "--segments", "9", "--json"))["equal"]
 
 
 def test_a_larger_batch_from_the_step_on(copied: Path) -> None:

@@ -28,6 +28,8 @@ class BranchPoint:
     """Settings that affect the results and differ from the parent's, as `KEY: was OLD, now NEW`."""
     fresh_optimizer: bool = False
     """True if the optimizer begins with a new state."""
+    other_measurements: bool = False
+    """True if only one of branch and parent measures the largest attention logits, for `qk_clip` of the optimizer."""
     other_data: bool = False
     """True if the branch reads other data than the parent, or in another order."""
     cpu_threads: int | None = None
@@ -56,13 +58,18 @@ class BranchPoint:
         """Returns the entry for run.json."""
         return {**asdict(self), "differences": list(self.differences)}
 
+    @property
+    def changes_state(self) -> bool:
+        """True if the training state of the branch has other arrays than the parent's."""
+        return self.fresh_optimizer or self.other_measurements
+
     def notes(self) -> list[str]:
         """Returns notes for the user at the first step of the branch."""
         changes = "".join(f"\n  {line}" for line in self.differences)
         changed = f"with changes:{changes}" if changes else "unchanged"
         notes = [f"branch of {self.parent} at step {self.step}, {changed}"]
         if self.fresh_optimizer:
-            notes.append(f"the state of the optimizer begins anew at step {self.step}, because it is another optimizer")
+            notes.append(f"the state of the optimizer is new at step {self.step}, because it is another optimizer")
         # Without some documents, all rows are the same.
         if self.other_data and not all(line.startswith("data.without") for line in self.differences):
             notes.append(

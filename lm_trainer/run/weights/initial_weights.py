@@ -14,6 +14,7 @@ from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, Restor
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.tree import named_leaves
 from lm_trainer.data import Tokenizer
+from lm_trainer.nn.logit_clip import is_largest_logits
 from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.branch import BranchPoint
@@ -92,14 +93,23 @@ def choose_vocab_size(trainer: TrainerConfig, tokenizer: Tokenizer) -> int:
     return vocab_size
 
 
-def begin_with_fresh_optimizer(request: StartRequest) -> Start | None:
-    """Begins a branch with another optimizer: weights and step of its first checkpoint, and a new optimizer state."""
+def begin_changed_branch(request: StartRequest) -> Start | None:
+    """Begins a branch whose state has other arrays than its first checkpoint; the new arrays get their initial values.
+
+    With another optimizer, its state is new, and so are averaged weights. Largest attention logits are measured in
+    every step, so a branch may begin or stop to measure them.
+    """
     branch, store = request.branch, request.store
-    if branch is None or not branch.fresh_optimizer or store.steps()[-1:] != [branch.step]:
+    if branch is None or not branch.changes_state or store.steps()[-1:] != [branch.step]:
         return None
-    params = {name: x for name, x in abstract_checkpoint(request.setup).items() if name.startswith(PARAMS)}
+
+    def is_kept(name: str) -> bool:
+        kept_by_optimizer = name.startswith(PARAMS) or not branch.fresh_optimizer
+        return kept_by_optimizer and not (branch.other_measurements and is_largest_logits(name))
+
+    like = {name: x for name, x in abstract_checkpoint(request.setup).items() if is_kept(name)}
     try:
-        restored = read_step(store.directory, branch.step, params, prefix=PARAMS)
+        restored = read_step(store.directory, branch.step, like, selects=is_kept)
     except CheckpointError as error:
         raise UserError(f"{store.directory}: the checkpoint of step {branch.step} cannot be used: {error}") from error
     return _resume(request, restored, _OWN_REMEDY)
@@ -165,7 +175,7 @@ def initialize_model(request: StartRequest) -> Start | None:
 
 
 ORIGINS: tuple[Callable[[StartRequest], Start | None], ...] = (
-    begin_with_fresh_optimizer,
+    begin_changed_branch,
     resume_own_checkpoint,
     load_checkpoint_path,
     initialize_from,
@@ -179,7 +189,7 @@ def _resume(request: StartRequest, restored: Restored, remedy: str) -> Start:
     begins = request.branch if request.branch is not None and request.branch.step == restored.step else None
     if begins is None or not begins.other_data:
         _check_same_data(restored, request.fingerprint(restored.step), request.allow_other_data, remedy)
-    if begins is None or not begins.fresh_optimizer:
+    if begins is None or not begins.changes_state:
         missing = set(abstract_checkpoint(request.setup)) - set(restored.arrays)
         _log_missing(f"the checkpoint of step {restored.step}", missing)
     return Start(restore_state(restored, request.setup, request.init), restored.record)

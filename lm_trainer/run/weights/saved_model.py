@@ -145,7 +145,7 @@ def _load_step(
         )
         for name, x in shapes.items()
     }
-    restored = read_step(directory, step, like, prefix=prefix)
+    restored = read_step(directory, step, like, selects=lambda name: name.startswith(prefix))
     params = {name.removeprefix(prefix): x for name, x in restored.arrays.items() if not is_largest_logits(name)}
     if config.adapter is not None:
         params = {name: np.asarray(x) for name, x in params.items()}
