@@ -160,6 +160,9 @@ class StepMemory:
 
     def with_layers_at_once(self, layers_at_once: int) -> StepMemory:
         """Returns the memory of the same step with another number of layers in the queue of a device."""
+        if layers_at_once == self._layers_at_once:
+            # Its programs are rehearsed already.
+            return self
         memory = copy.copy(self)
         memory._layers_at_once, memory._records, memory._by_gather = layers_at_once, {}, {}
         return memory
