@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from markdown.extensions.toc import slugify
 
 from cli.main import app
 from docs.generate import fill
@@ -70,14 +70,18 @@ def test_links_of_generated_text_lead_somewhere() -> None:
     assert broken == []
 
 
+def anchor(heading: str) -> str:
+    """The name of a heading by the rules of Python-Markdown, which the site is built with."""
+    ascii_text = unicodedata.normalize("NFKD", heading).encode("ascii", "ignore").decode()
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", ascii_text).strip().lower())
+
+
 def anchors(page: Path) -> set[str]:
-    """Names of the headings of a page, as Python-Markdown makes them."""
+    """Names of the headings of a page."""
     text = fill(page.read_text(encoding="utf-8"))
     explicit = set(re.findall(r"\{[^}]*#([\w-]+)", text))
     headings = re.findall(r"^#+ (.+?)(?: \{.*\})?$", text, re.MULTILINE)
-    return explicit | {
-        slugify(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", ""), "-") for heading in headings
-    }
+    return explicit | {anchor(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")) for heading in headings}
 
 
 def test_a_page_is_read_without_a_request_to_another_server() -> None:
