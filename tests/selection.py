@@ -5,7 +5,7 @@ changed since the last full run, whose record `.ci/run --all` writes. Satellites
 of imports name, do not count as parts of it: tests of them import them. What no graph of imports shows selects more: a
 test that starts `lmt` depends on the commands that it names, or on all of them if it names none; a program that it
 writes out depends on the modules that it names; one that starts a benchmark on all benchmarks; and a file that no rule
-names selects everything.
+names selects everything. A configuration affects the tests that name it, and those that read many.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ SERVER = "tests.warm_lmt"
 """The process from which those of `lmt` fork, with what it imports for them."""
 STARTS_LMT = re.compile(r"(run|start|warm)_lmt|lmt_command|\blmt: Lmt\b|run_here|\bcli\b")
 MODULE = re.compile(rf"\b(?:{'|'.join(PACKAGES)})(?:\.[a-z_0-9]+)+")
-STARTS_BENCHMARK = re.compile(r"benchmarks")
-READS_DOCUMENTS = re.compile(r"\bdocs\b|README")
-READS_CONFIGS = re.compile(r"configs")
+SCRIPT = re.compile(r"\bbenchmarks(?:/|\" / \")(\w+)\.py\b")
+STARTS_BENCHMARK = re.compile(r"benchmarks(?!/results|/workloads|\.[a-z_]| import)")
+"""Benchmarks whose names a program makes; those that are written out are found as modules."""
+READS_DOCUMENTS = re.compile(r"\bdocs\b|ROOT / \"README")
+READS_CONFIGS = re.compile(r"configs/?[\"') /]*(?:\.glob|(?:f\")?\{)|\{\w+\}_nano")
+"""All configurations, or those whose names a program makes."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +101,18 @@ class ImportGraph:
         modules = self.reached_from(*(module_of(str(file)) for file in (path, *shared)))
         if len(path.parts) > 2:
             modules |= self.package(f"lm_trainer.{path.parts[1]}")
-        helpers = {module for module in modules if module.startswith("tests.")} - {"tests.conftest", "tests.selection"}
-        text = "".join(self._source(module) for module in sorted(helpers))
+        text = self.text_of_tests(modules)
         modules |= self.reached_from(*MODULE.findall(text))
         if STARTS_LMT.search(text):
             modules |= self._started(text)
         if STARTS_BENCHMARK.search(text):
             modules |= self.package("benchmarks")
         return modules
+
+    def text_of_tests(self, modules: set[str]) -> str:
+        """Returns the source of the tests and their helpers among these modules."""
+        names = {name for name in modules if name.startswith("tests.")} - {"tests.conftest", "tests.selection"}
+        return SCRIPT.sub(r"benchmarks.\1", "".join(self._source(name) for name in sorted(names)))
 
     def _started(self, text: str) -> set[str]:
         """Returns the modules of the commands that a text names, and those that these start in turn."""
@@ -156,16 +163,23 @@ def module_of(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def affects(path: str, test: str, text: str, modules: set[str]) -> bool:
-    """Tells whether a changed file, known to be relevant, can affect a test file with that text and those modules."""
+def affects(path: str, test: str, source: str, with_helpers: str, modules: set[str]) -> bool:
+    """Tells whether a changed file, known to be relevant, can affect a test file.
+
+    `with_helpers` is its source with that of its helpers, `modules` are all that it depends on.
+    """
     if path.endswith(".py") and path.split("/")[0] in PACKAGES:
         return module_of(path) in modules
     if path.startswith("tests/"):
         return Path(path).parts[:2] == Path(test).parts[:2]  # golden numbers, samples
     if path.endswith(".md") or path.startswith("docs/"):
-        return bool(READS_DOCUMENTS.search(text))
-    if path.startswith(("configs/", "benchmarks/")):
-        return bool(READS_CONFIGS.search(text) or STARTS_BENCHMARK.search(text) or STARTS_LMT.search(text))
+        return bool(READS_DOCUMENTS.search(source))
+    if path.startswith("configs/"):
+        named = re.compile(rf"\b{re.escape(Path(path).stem)}\b")
+        patterns = (named, READS_CONFIGS, STARTS_BENCHMARK)
+        return any(pattern.search(with_helpers) for pattern in patterns) or bool(READS_DOCUMENTS.search(source))
+    if path.startswith("benchmarks/"):
+        return any(name.startswith("benchmarks.") for name in modules)
     return True  # constraints.txt, pyproject.toml, data of the package, a kind of file that is new
 
 
@@ -174,8 +188,9 @@ def select(root: Path, tests: Iterable[str], changed: Iterable[str]) -> tuple[li
     graph, relevant = ImportGraph(root), [path for path in changed if not IRRELEVANT.fullmatch(path)]
     selected, left_out = [], []
     for test in tests:
-        text, modules = (root / test).read_text(encoding="utf-8"), graph.modules_behind(test)
-        hit = any(affects(path, test, text, modules) for path in relevant)
+        source, modules = (root / test).read_text(encoding="utf-8"), graph.modules_behind(test)
+        with_helpers = graph.text_of_tests(modules)
+        hit = any(affects(path, test, source, with_helpers, modules) for path in relevant)
         (selected if hit else left_out).append(test)
     return selected, left_out
 

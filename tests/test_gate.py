@@ -216,16 +216,27 @@ FILES = {
     "tests/other/test_all.py": "# mark.slow\ndef test(run_lmt, name): run_lmt(name)\n",
     "tests/other/test_program.py": "# mark.slow\nPROGRAM = 'from lm_trainer.upper import f'\n",
     "tests/other/test_alone.py": "# mark.slow\n",
+    "tests/other/test_shape.py": "# mark.slow\nimport tests.shapes\n",
+    "tests/shapes.py": "SHAPE = 'one_nano'\n",
+    "tests/other/test_shapes.py": "# mark.slow\nALL = ('x' / 'configs').glob('*.yaml')\n",
+    "benchmarks/__init__.py": "",
+    "benchmarks/measure.py": "import benchmarks.timing\n",
+    "benchmarks/timing.py": "",
+    "benchmarks/other.py": "",
+    "tests/other/test_measure.py": '# mark.slow\nSCRIPT = ROOT / "benchmarks" / "measure.py"\n',
+    "configs/one_nano.yaml": "",
+    "configs/two_nano.yaml": "",
     "tests/other/test_quick.py": "",
     "constraints.txt": "",
     "CHANGELOG.md": "",
 }
 PART = "tests/wing/test_part.py"
-COMMAND, ANOTHER, ALL, PROGRAM, ALONE = (
-    f"tests/other/test_{name}.py" for name in ("command", "another", "all", "program", "alone")
+COMMAND, ANOTHER, ALL, PROGRAM, ALONE, SHAPE, SHAPES, MEASURE = (
+    f"tests/other/test_{name}.py"
+    for name in ("command", "another", "all", "program", "alone", "shape", "shapes", "measure")
 )
 SATELLITE = "tests/wing/test_satellite.py"
-EVERYTHING = {PART, SATELLITE, COMMAND, ANOTHER, ALL, PROGRAM, ALONE}
+EVERYTHING = {PART, SATELLITE, COMMAND, ANOTHER, ALL, PROGRAM, ALONE, SHAPE, SHAPES, MEASURE}
 
 
 class Project:
@@ -298,6 +309,10 @@ def test_nothing_is_selected_where_nothing_has_changed_and_that_is_said(project:
         ("tests/conftest.py", EVERYTHING),
         ("constraints.txt", EVERYTHING),
         ("lm_trainer/template.html", EVERYTHING),
+        ("benchmarks/timing.py", {MEASURE}),
+        ("benchmarks/other.py", set()),
+        ("configs/one_nano.yaml", {SHAPE, SHAPES}),
+        ("configs/two_nano.yaml", {SHAPES}),
         ("CHANGELOG.md", set()),
     ],
 )
