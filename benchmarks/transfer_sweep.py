@@ -10,6 +10,7 @@ Python; the loss is the mean over held-out text.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import pydoc_data.topics
 from collections.abc import Callable, Mapping
@@ -46,7 +47,7 @@ Losses = Mapping[tuple[str, Size], list[float]]
 """Losses at `RATES` by parametrization and size."""
 
 
-def make_config(kind: str, size: Size, rows: int) -> RunConfig:
+def make_config(kind: str, size: Size, rows: int, seed: int = 0) -> RunConfig:
     """Returns the configuration of a model with a multiple of the base's sizes."""
     factors = {key: size.depth if key == "num_layers" else size.width for key in BASE}
     sizes = {key: value * factors[key] for key, value in BASE.items()}
@@ -55,7 +56,7 @@ def make_config(kind: str, size: Size, rows: int) -> RunConfig:
         {
             "model": {"type": "llama", "seq_len": LENGTH, "scan_layers": True, "initializer_range": 0.25, **sizes},
             "optimizer": {"type": "adam", "weight_decay": 0.0},
-            "trainer": {"train_batch_size": rows, "elastic_shards": 1},
+            "trainer": {"train_batch_size": rows, "elastic_shards": 1, "seed": seed},
             "parametrization": parametrization,
         }
     )
@@ -76,12 +77,12 @@ def to_batch(rows: Any) -> Batch:
     return Batch(rows[:, :-1], rows[:, 1:], jnp.ones((count, LENGTH)), positions, segments, None)  # pyright: ignore[reportArgumentType]
 
 
-def build_training(config: RunConfig, rows: np.ndarray, steps: int) -> Callable[[float], float]:
-    """Returns a function from the peak learning rate to the loss on held-out rows, compiled once."""
+def build_training(kind: str, size: Size, text: np.ndarray, steps: int, rows: int) -> Callable[[float, int], float]:
+    """Returns a function from the peak learning rate and a seed to the loss on held-out rows, compiled once."""
+    config = make_config(kind, size, rows)
     model, loss = trace_model(config, VOCAB), loss_function(config)
     rule = config.optimizer.build(model.optimizer_params())
-    size = config.trainer.batch_schedule.at(0)
-    text, held_out = jnp.asarray(rows[HELD_OUT:]), to_batch(jnp.asarray(rows[:HELD_OUT]))
+    held_out = to_batch(jnp.asarray(text[:HELD_OUT]))
 
     def mean_loss(params: Any, batch: Batch) -> jax.Array:
         total, weight, _ = loss(model.merge(params), batch, None)
@@ -89,11 +90,11 @@ def build_training(config: RunConfig, rows: np.ndarray, steps: int) -> Callable[
 
     # The text is an argument, because XLA takes long to fold constants.
     @jax.jit
-    def train(peak: jax.Array, text: jax.Array, held_out: Batch) -> jax.Array:
+    def train(peak: jax.Array, initial: Any, text: jax.Array, held_out: Batch) -> jax.Array:
         def step(index: jax.Array, carry: Any) -> Any:
             params, state = carry
-            start = (index * size) % (text.shape[0] - size)
-            batch = to_batch(jax.lax.dynamic_slice_in_dim(text, start, size))
+            start = (index * rows) % (text.shape[0] - rows)
+            batch = to_batch(jax.lax.dynamic_slice_in_dim(text, start, rows))
             value, grads = jax.value_and_grad(mean_loss)(params, batch)
             done = index / steps
             rate = peak * jnp.minimum(done / WARMUP + 1 / steps, (1 - done) / (1 - WARMUP))
@@ -101,11 +102,16 @@ def build_training(config: RunConfig, rows: np.ndarray, steps: int) -> Callable[
             updates, state = rule.update(grads, state, params, **scalars)
             return optax.apply_updates(params, updates), state
 
-        initial: Any = model.init()
         params, _ = jax.lax.fori_loop(0, steps, step, (initial, rule.init(initial)))
         return mean_loss(params, held_out)
 
-    return lambda peak: float(train(jnp.float32(peak), text, held_out))
+    @functools.cache
+    def start(seed: int) -> tuple[Any, jax.Array]:
+        """Returns the initial weights of a seed, and the training rows in its order."""
+        order = np.random.default_rng(seed).permutation(len(text) - HELD_OUT) + HELD_OUT
+        return trace_model(make_config(kind, size, rows, seed), VOCAB).init(), jnp.asarray(text[order])
+
+    return lambda peak, seed: float(train(jnp.float32(peak), *start(seed), held_out))
 
 
 def best_rate(losses: list[float]) -> float:
@@ -118,7 +124,7 @@ def best_rate(losses: list[float]) -> float:
     return math.log2(RATES[index]) + 0.5 * (a - c) / (a - 2 * b + c)
 
 
-def describe(losses: Losses, steps: int, rows: int) -> str:
+def describe(losses: Losses, options: argparse.Namespace) -> str:
     """Returns the content of the Markdown file."""
     heads = ["size", *(f"{kind}: best rate" for kind in KINDS), *(f"{kind}: loss there" for kind in KINDS)]
     heads += [f"{kind}: loss at the base's rate" for kind in KINDS]
@@ -150,11 +156,12 @@ def describe(losses: Losses, steps: int, rows: int) -> str:
             "",
             describe_setting("jax") + " " + describe_load(),
             "",
-            f"`python -m benchmarks.transfer_sweep --steps {steps} --rows {rows}`: a Llama of hidden size "
-            f"{BASE['hidden_dim']} and {BASE['num_layers']} layers is the base; bytes of Python's language reference "
-            f"in rows of {LENGTH}, AdamW without weight decay, warm-up and linear decay to 0, one seed. Rates "
-            f"are 2^{math.log2(RATES[0]):.0f} to 2^{math.log2(RATES[-1]):.0f} in factors of 2; the best rate is the "
-            f"minimum of a parabola through three losses.",
+            f"`python -m benchmarks.transfer_sweep --steps {options.steps} --rows {options.rows} --seeds "
+            f"{options.seeds}`: a Llama of hidden size {BASE['hidden_dim']} and {BASE['num_layers']} layers is the "
+            f"base; bytes of Python's language reference in rows of {LENGTH}, AdamW without weight decay, warm-up and "
+            f"linear decay to 0. Losses are means over the seeds, which draw the weights and the order of the rows. "
+            f"Rates are 2^{math.log2(RATES[0]):.0f} to 2^{math.log2(RATES[-1]):.0f} in factors of 2; the best rate is "
+            f"the minimum of a parabola through three losses.",
             "",
             markdown_table(heads, table),
             "",
@@ -193,20 +200,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=80, help="training steps of each run")
     parser.add_argument("--rows", type=int, default=8, help="rows of a batch")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each size and rate")
     parser.add_argument("--results", type=Path, help="directory for the table and the picture")
-    arguments = parser.parse_args()
-    rows, losses = read_rows(), {}
+    options = parser.parse_args()
+    text, losses = read_rows(), {}
     for kind in KINDS:
         for size in SIZES:
-            train = build_training(make_config(kind, size, arguments.rows), rows, arguments.steps)
-            losses[kind, size] = [value if math.isfinite(value) else math.inf for value in map(train, RATES)]
-            print(kind, *size, " ".join(f"{value:.3f}" for value in losses[kind, size]), flush=True)
-    text = describe(losses, arguments.steps, arguments.rows)
-    if arguments.results is None:
-        print(text)
+            train = build_training(kind, size, text, options.steps, options.rows)
+            means = [np.mean([train(rate, seed) for seed in range(options.seeds)]) for rate in RATES]
+            losses[kind, size] = [float(mean) if math.isfinite(mean) else math.inf for mean in means]
+            print(kind, *size, " ".join(f"{mean:.3f}" for mean in means), flush=True)
+    table = describe(losses, options)
+    if options.results is None:
+        print(table)
         return
-    (arguments.results / "transfer_sweep.md").write_text(text, encoding="utf-8")
-    draw(losses, arguments.results / "transfer_sweep.svg")
+    (options.results / "transfer_sweep.md").write_text(table, encoding="utf-8")
+    draw(losses, options.results / "transfer_sweep.svg")
 
 
 if __name__ == "__main__":
