@@ -91,16 +91,20 @@ def test_kills_change_nothing_and_cost_no_committed_part(
     corpus: Path, tmp_path: Path, reference: dict[str, bytes]
 ) -> None:
     directory = tmp_path / "cache"
-    for kill in range(4):
-        builder = start_builder(corpus, directory, delay=0.02)
+    claim = directory / "builder.json"
+    for count in (2, 4, 6, 8):
+        # More parts each time, so that every builder has committed something that the next one may lose.
+        builder = start_builder(corpus, directory, delay=0.02, most_parts=count + 1)
         deadline = time.monotonic() + HANG_SECONDS
-        # Two more parts each time, so that every builder has committed something that the next one may lose.
-        while len(list(directory.glob("parts/*.json"))) < 2 * (kill + 1) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            claimed = claim.exists() and json.loads(claim.read_text())["pid"] == builder.pid
+            if claimed and len(list(directory.glob("parts/*.json"))) >= count:
+                break
             time.sleep(0.005)
         assert builder.exitcode is None, "the builder was to be killed at work"
         builder.kill()
         builder.join()
-    assert json.loads((directory / "builder.json").read_text())["pid"] == builder.pid
+    assert json.loads(claim.read_text())["pid"] == builder.pid
     committed = {path: path.stat().st_mtime_ns for path in directory.glob("parts/*.json")}
     assert len(committed) >= 8
     # By the heartbeat alone, as between machines, it would be taken for dead after an hour.
