@@ -20,9 +20,11 @@ RECIPES = (
     "gpt2_124m",
     "llama_1b",
     "llama_8b",
+    "moonlight_16b",
     "olmo2_7b",
     "olmo3_7b",
     "olmoe_7b",
+    "qwen3_30b_a3b_continued",
     "qwen3_continued",
     "smollm2_chat",
     "tinystories",
@@ -31,6 +33,18 @@ HEADINGS = ("For", "Devices", "Tokens", "Time and price", "Should reach", "Tried
 SCALES = {"thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12}
 SHAPE = {"hidden_dim": 64, "num_layers": 2, "num_heads": 4, "seq_len": 64, "cross_entropy_block_size": 64}
 ROTARY = {"intermediate_dim": 128, "num_kv_heads": 2}
+EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2}
+OWN_SHAPE: dict[str, dict[str, Any]] = {
+    "moonlight_16b": {
+        **{"intermediate_dim": 128, "moe_intermediate_dim": 48, "kv_lora_rank": 32, **EXPERTS},
+        **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    },
+    "olmo3_7b": {"sliding_window": 32, "num_layers": 4},
+    "olmoe_7b": EXPERTS,
+    "qwen3_30b_a3b_continued": {"head_dim": 16, "moe_intermediate_dim": 48, **EXPERTS},
+    "qwen3_continued": {"head_dim": 16},
+}
+"""Sizes of scaled-down copies that only some families have."""
 CHAT_TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
 
 
@@ -83,15 +97,21 @@ def test_a_recipe_is_found_by_name_and_passes_the_check(lmt: Lmt, name: str) -> 
     assert f"configs/{name}.yaml: ok" in result.stdout
 
 
-SIZES_OF_OTHERS = {"llama_1b": "llama_8b", "olmo2_7b": "olmo3_7b"}
+SIZES_OF_OTHERS = {"llama_1b": "llama_8b", "olmo2_7b": "olmo3_7b", "qwen3_30b_a3b_continued": "olmoe_7b"}
 """Recipes whose model and step are another's in other sizes."""
-EACH = [
-    pytest.param(name, marks=pytest.mark.exhaustive if name in SIZES_OF_OTHERS else pytest.mark.slow)
-    for name in RECIPES
-]
+LONG_PLANS = {"moonlight_16b"}
+"""Recipes whose plan takes several minutes."""
 
 
-@pytest.mark.parametrize("name", EACH)
+def marks(exhaustive: bool) -> pytest.MarkDecorator:
+    return pytest.mark.exhaustive if exhaustive else pytest.mark.slow
+
+
+PLANNED = [pytest.param(name, marks=marks(name in SIZES_OF_OTHERS or name in LONG_PLANS)) for name in RECIPES]
+TRAINED = [pytest.param(name, marks=marks(name in SIZES_OF_OTHERS)) for name in RECIPES]
+
+
+@pytest.mark.parametrize("name", PLANNED)
 def test_the_plan_fits_and_is_the_one_in_the_head(run_lmt: RunLmt, in_tmp_path: Path, name: str) -> None:
     result = run_lmt(*plan_command(name), "--json", timeout=600, cwd=in_tmp_path)
     assert result.returncode == 0, result.stderr
@@ -113,10 +133,7 @@ def scaled_down(name: str, directory: Path) -> list[Any]:
     """Overrides for a copy of a recipe that trains in seconds, from text on this machine."""
     config = load_config(ROOT / f"configs/{name}.yaml")
     has_heads = "num_kv_heads" in type(config.model).model_fields
-    shape = {**SHAPE, **(ROTARY if has_heads else {}), "initializer_range": 0.125}
-    shape |= {"head_dim": 16} if name == "qwen3_continued" else {}
-    shape |= {"n_routed_experts": 8, "num_experts_per_tok": 2} if name == "olmoe_7b" else {}
-    shape |= {"sliding_window": 32, "num_layers": 4} if name == "olmo3_7b" else {}
+    shape = {**SHAPE, **(ROTARY if has_heads else {}), **OWN_SHAPE.get(name, {}), "initializer_range": 0.125}
     text = directory / "text.jsonl"
     messages = [{"role": "user", "content": "count to nine"}, {"role": "assistant", "content": "one two three four"}]
     row = {"text": "one two three four five six seven eight nine. " * 4, "messages": messages}
@@ -150,7 +167,7 @@ def scaled_down(name: str, directory: Path) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_scaled_down_copy_trains(lmt: Lmt, in_tmp_path: Path, name: str) -> None:
     result = lmt("train", name, *scaled_down(name, in_tmp_path), "trainer.max_devices=2")
     assert result.returncode == 0, result.stderr
@@ -171,6 +188,25 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8},
         **{"rms_norm_eps": 1e-6, "rope_theta": 1_000_000, "max_position_embeddings": 32768, "hidden_act": "silu"},
         **{"tie_word_embeddings": True, "vocab_size": 151936, "initializer_range": 0.02, "attention_bias": False},
+    },
+    "moonlight_16b": {
+        **{"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 2048},
+        **{"intermediate_size": 11264, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16},
+        **{"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+        **{"v_head_dim": 128, "first_k_dense_replace": 1, "moe_intermediate_size": 1408, "moe_layer_freq": 1},
+        **{"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
+        **{"routed_scaling_factor": 2.446, "norm_topk_prob": True, "scoring_func": "sigmoid"},
+        **{"topk_method": "noaux_tc", "aux_loss_alpha": 0.001, "seq_aux": True, "hidden_act": "silu"},
+        **{"rms_norm_eps": 1e-5, "rope_theta": 50_000, "max_position_embeddings": 8192, "vocab_size": 163840},
+        **{"tie_word_embeddings": False, "initializer_range": 0.02, "attention_bias": False},
+    },
+    "qwen3_30b_a3b_continued": {
+        **{"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "head_dim": 128},
+        **{"intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4},
+        **{"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True},
+        **{"decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.001, "hidden_act": "silu"},
+        **{"rms_norm_eps": 1e-6, "rope_theta": 1_000_000, "max_position_embeddings": 32768, "vocab_size": 151936},
+        **{"tie_word_embeddings": False, "initializer_range": 0.02, "attention_bias": False},
     },
     "smollm2_chat": {
         **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 576, "hidden_act": "silu"},
