@@ -78,7 +78,8 @@ def measure_start_rows(turns: int) -> list[list[str]]:
 def time_lmt_start(directory: Path, programs: Path, run: str) -> float:
     """Returns the seconds from the start of `lmt train` in `directory` until it shows the loss of its first step."""
     command = [*LMT, "train", str(ROOT / "configs/gpt2_nano.yaml")]
-    settings = ["model.seq_len=128", "trainer.train_batch_size=32", "data.tokenizer=bytes"]
+    # AdamW, as the plain script has it.
+    settings = ["model.seq_len=128", "trainer.train_batch_size=32", "data.tokenizer=bytes", "optimizer.type=adam"]
     command += [*settings, f"trainer.id={run}", f"trainer.jax_compilation_cache_dir={programs}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "LMT_PROGRESS": "plain"}
     return _seconds_until_first_step(command, directory, environment)
