@@ -26,7 +26,7 @@ from scipy import stats
 
 from benchmarks.optimizers import optimizer_settings
 from benchmarks.setting import describe_load, describe_setting, markdown_table
-from benchmarks.transfer_sweep import HELD_OUT, LENGTH, VOCAB, read_rows
+from benchmarks.transfer_sweep import HELD_OUT, LENGTH, VOCAB, read_rows, training_order
 from lm_trainer.core.batch import Batch
 from lm_trainer.run.build.model import trace_model
 from lm_trainer.run.build.setup import TrainingSetup, build_setup
@@ -79,7 +79,7 @@ def build_training(width: int, optimizer: Mapping[str, Any], text: np.ndarray, s
     held_out = [to_batch(text[first : first + rows]) for first in range(0, HELD_OUT, rows)]
 
     def train(rate: float, seed: int) -> float:
-        order = np.random.default_rng(seed).permutation(len(text) - HELD_OUT) + HELD_OUT
+        order = training_order(text, seed)
         rates = peak_schedule(setup, rate, steps)
         state = setup.from_weights(initial_weights(width, seed))
         for step in range(steps):

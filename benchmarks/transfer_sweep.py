@@ -70,6 +70,11 @@ def read_rows() -> np.ndarray:
     return np.random.default_rng(0).permutation(rows)
 
 
+def training_order(text: np.ndarray, seed: int) -> np.ndarray:
+    """Returns the indices of the rows that are not held out, in the order of a seed."""
+    return np.random.default_rng(seed).permutation(len(text) - HELD_OUT) + HELD_OUT
+
+
 def to_batch(rows: Any) -> Batch:
     count = rows.shape[0]
     positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32)[None], (count, LENGTH))
@@ -108,8 +113,8 @@ def build_training(kind: str, size: Size, text: np.ndarray, steps: int, rows: in
     @functools.cache
     def start(seed: int) -> tuple[Any, jax.Array]:
         """Returns the initial weights of a seed, and the training rows in its order."""
-        order = np.random.default_rng(seed).permutation(len(text) - HELD_OUT) + HELD_OUT
-        return trace_model(make_config(kind, size, rows, seed), VOCAB).init(), jnp.asarray(text[order])
+        weights = trace_model(make_config(kind, size, rows, seed), VOCAB).init()
+        return weights, jnp.asarray(text[training_order(text, seed)])
 
     return lambda peak, seed: float(train(jnp.float32(peak), *start(seed), held_out))
 

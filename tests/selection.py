@@ -4,8 +4,9 @@ A file is selected when itself, its wing (`lm_trainer/step/` for `tests/step/`),
 changed since the last full run, whose record `.ci/run --all` writes. Satellites of training in a wing, which contracts
 of imports name, do not count as parts of it: tests of them import them. What no graph of imports shows selects more: a
 test that starts `lmt` depends on the commands that it names, or on all of them if it names none; a program that it
-writes out depends on the modules that it names; one that starts a benchmark on all benchmarks; and a file that no rule
-names selects everything. A configuration affects the tests that name it, and those that read many.
+writes out depends on the modules that it names; one that starts a benchmark depends on it, or on all benchmarks if a
+program makes the name; and a file that no rule names selects everything. A configuration affects the tests and
+benchmarks that name it, and those that read many.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class ImportGraph:
         modules = self.reached_from(*(module_of(str(file)) for file in (path, *shared)))
         if len(path.parts) > 2:
             modules |= self.package(f"lm_trainer.{path.parts[1]}")
-        text = self.text_of_tests(modules)
+        text = self.text_of(modules, "tests")
         modules |= self.reached_from(*MODULE.findall(text))
         if STARTS_LMT.search(text):
             modules |= self._started(text)
@@ -109,10 +110,13 @@ class ImportGraph:
             modules |= self.package("benchmarks")
         return modules
 
-    def text_of_tests(self, modules: set[str]) -> str:
-        """Returns the source of the tests and their helpers among these modules."""
-        names = {name for name in modules if name.startswith("tests.")} - {"tests.conftest", "tests.selection"}
+    def text_of(self, modules: set[str], *packages: str) -> str:
+        """Returns the source of the modules of these packages, but for what all tests share."""
+        names = {name for name in modules if name.split(".")[0] in packages} - {"tests.conftest", "tests.selection"}
         return SCRIPT.sub(r"benchmarks.\1", "".join(self._source(name) for name in sorted(names)))
+
+    def reads_documents(self, test: str) -> bool:
+        return bool(READS_DOCUMENTS.search(self._source(module_of(test))))
 
     def _started(self, text: str) -> set[str]:
         """Returns the modules of the commands that a text names, and those that these start in turn."""
@@ -163,21 +167,19 @@ def module_of(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def affects(path: str, test: str, source: str, with_helpers: str, modules: set[str]) -> bool:
-    """Tells whether a changed file, known to be relevant, can affect a test file.
-
-    `with_helpers` is its source with that of its helpers, `modules` are all that it depends on.
-    """
+def affects(path: str, test: str, graph: ImportGraph, modules: set[str]) -> bool:
+    """Tells whether a changed file, known to be relevant, can affect a test file that depends on these modules."""
     if path.endswith(".py") and path.split("/")[0] in PACKAGES:
         return module_of(path) in modules
     if path.startswith("tests/"):
         return Path(path).parts[:2] == Path(test).parts[:2]  # golden numbers, samples
     if path.endswith(".md") or path.startswith("docs/"):
-        return bool(READS_DOCUMENTS.search(source))
+        return graph.reads_documents(test)
     if path.startswith("configs/"):
-        named = re.compile(rf"\b{re.escape(Path(path).stem)}\b")
-        patterns = (named, READS_CONFIGS, STARTS_BENCHMARK)
-        return any(pattern.search(with_helpers) for pattern in patterns) or bool(READS_DOCUMENTS.search(source))
+        if graph.reads_documents(test) or STARTS_BENCHMARK.search(graph.text_of(modules, "tests")):
+            return True
+        named = rf"\b{re.escape(Path(path).stem)}\b"
+        return bool(re.search(f"{named}|{READS_CONFIGS.pattern}", graph.text_of(modules, "tests", "benchmarks")))
     if path.startswith("benchmarks/"):
         return any(name.startswith("benchmarks.") for name in modules)
     return True  # constraints.txt, pyproject.toml, data of the package, a kind of file that is new
@@ -188,9 +190,8 @@ def select(root: Path, tests: Iterable[str], changed: Iterable[str]) -> tuple[li
     graph, relevant = ImportGraph(root), [path for path in changed if not IRRELEVANT.fullmatch(path)]
     selected, left_out = [], []
     for test in tests:
-        source, modules = (root / test).read_text(encoding="utf-8"), graph.modules_behind(test)
-        with_helpers = graph.text_of_tests(modules)
-        hit = any(affects(path, test, source, with_helpers, modules) for path in relevant)
+        modules = graph.modules_behind(test)
+        hit = any(affects(path, test, graph, modules) for path in relevant)
         (selected if hit else left_out).append(test)
     return selected, left_out
 
