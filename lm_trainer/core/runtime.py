@@ -101,6 +101,21 @@ def set_cpu_threads(count: int | None) -> None:
         os.environ["NPROC"] = str(count)
 
 
+def use_one_blas_thread() -> None:
+    """Limits SciPy's BLAS, with which JAX factors matrices on a CPU, to one thread.
+
+    By default it has one thread for each core, and their number changes the bits, such as eigenvectors of matrices from
+    about 256 rows. `trainer.cpu_threads` does not set it, so a run would depend on the cores of its machine.
+    """
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # read when SciPy loads the library
+    if "scipy.linalg" in sys.modules:
+        import scipy
+
+        # SciPy's wheels for Linux have the library in this directory; opening it again returns the loaded one.
+        for file in (Path(scipy.__file__).parents[1] / "scipy.libs").glob("libscipy_openblas*"):
+            ctypes.CDLL(str(file)).scipy_openblas_set_num_threads(1)
+
+
 def cpu_threads() -> int | None:
     """Returns the number of XLA's threads on a CPU; None on other devices. Starts the backends of jax.
 
@@ -146,7 +161,7 @@ def _any_exists(files: Sequence[str]) -> bool:
 
 
 def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_threads: int | None = None) -> None:
-    """Applies JAX settings by name, enables the persistent compilation cache, and calls `set_cpu_threads`.
+    """Applies JAX settings by name, enables the persistent compilation cache, and sets the number of CPU threads.
 
     Raises:
         UserError: if JAX refuses a value, or JAX_COMPILATION_CACHE_DIR is not a valid cache directory.
@@ -160,6 +175,7 @@ def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_thread
     )
 
     set_cpu_threads(cpu_threads)
+    use_one_blas_thread()
     add_checksums_to_cached_programs()
     compile_nested_collectives_again()
     use_keys_without_paths()

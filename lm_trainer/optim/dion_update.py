@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lm_trainer.optim.factorizations import orthonormal_columns
 from lm_trainer.optim.matrices import is_matrix
 from lm_trainer.optim.params import Arrays, Param, Params
 
@@ -55,7 +56,7 @@ def scale_by_dion(
         for name, param in matrices.items():
             sum_LIO = param.to_matrices(state.mu[name]).astype(jnp.float32) + param.to_matrices(grads[name])
             product_LOR = jnp.einsum("lio,lir->lor", sum_LIO, state.bases[name], precision="highest")
-            outputs_LOR = jnp.linalg.qr(product_LOR)[0]
+            outputs_LOR = orthonormal_columns(product_LOR)
             inputs_LIR = jnp.einsum("lio,lor->lir", sum_LIO, outputs_LOR, precision="highest")
             applied_LIO = jnp.einsum("lir,lor->lio", inputs_LIR, outputs_LOR, precision="highest")
             mu[name] = param.from_matrices(sum_LIO - (1 - momentum) * applied_LIO).astype(state.mu[name].dtype)

@@ -24,6 +24,7 @@ import optax
 
 from lm_trainer.optim.blocks import Blocks
 from lm_trainer.optim.clip import clip_update_rms
+from lm_trainer.optim.factorizations import solve_upper_transposed
 from lm_trainer.optim.kron import KronConfig
 from lm_trainer.optim.params import Arrays, Param, Params
 
@@ -181,12 +182,12 @@ def _precondition(q_in: jax.Array | None, q_out: jax.Array | None, g_KIO: jax.Ar
 
 
 def _solve_transposed(q: jax.Array | None, x_KIO: jax.Array) -> jax.Array:
-    """Returns Q^-T X for a factor Q of the inputs, [K, I, O], by substitution, without computing an inverse."""
+    """Returns Q^-T X for a factor Q of the inputs, [K, I, O]."""
     if q is None:
         return x_KIO
     if q.ndim == 2:
         return x_KIO / q[..., None]
-    return jax.lax.linalg.triangular_solve(q, x_KIO, left_side=True, lower=False, transpose_a=True)
+    return solve_upper_transposed(q, x_KIO)
 
 
 def _step_factors(

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import optax
 
 from lm_trainer.optim.blocks import Blocks
+from lm_trainer.optim.factorizations import eigenvectors, orthonormal_columns
 from lm_trainer.optim.params import Arrays, Param, Params
 from lm_trainer.optim.soap import SoapConfig
 
@@ -69,8 +70,8 @@ def scale_by_soap(config: SoapConfig, params: Params) -> optax.GradientTransform
     def first(grads: Arrays, state: SoapState) -> tuple[Arrays, SoapState]:
         state = _update_averages(config, grads, state, blocks)
         # Without a basis the update cannot be preconditioned. As in the authors' code, the first gradient therefore
-        # only initialises the bases. `eigh` sorts by increasing eigenvalue, hence the reversal.
-        spectral = lambda basis: basis._replace(vectors=jnp.linalg.eigh(basis.gram)[1][..., ::-1])  # noqa: E731
+        # only initialises the bases. `eigenvectors` sorts by increasing eigenvalue, hence the reversal.
+        spectral = lambda basis: basis._replace(vectors=eigenvectors(basis.gram)[..., ::-1])  # noqa: E731
         fresh = [{name: spectral(basis) for name, basis in side.items()} for side in (state.inputs, state.outputs)]
         return optax.tree.zeros_like(grads), SoapState(state.count + 1, state.mu, state.nu, *fresh)
 
@@ -173,4 +174,4 @@ def _orthogonal_iteration(basis: Basis) -> tuple[Basis, jax.Array]:
     # the columns must be sorted before it.
     order_KN = jnp.argsort(-jnp.sum(basis.vectors * product_KNN, axis=-2), axis=-1)
     sorted_KNN = jnp.take_along_axis(product_KNN, order_KN[:, None, :], axis=-1)
-    return basis._replace(vectors=jnp.linalg.qr(sorted_KNN)[0]), order_KN
+    return basis._replace(vectors=orthonormal_columns(sorted_KNN)), order_KN

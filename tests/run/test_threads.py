@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lm_trainer.core.runtime import available_cores
-from tests.conftest import RunLmt
+from tests.conftest import ROOT, RunLmt
+from tests.run import eigenvectors
 from tests.run.conftest import MakeConfig
 
 # So large that XLA cuts the sums of the gradient of a bias into other parts for 4 threads than for 2.
 MODEL = {"seq_len": 128, "hidden_dim": 128, "num_layers": 1, "scan_layers": False}
 TRAINER = {"train_batch_size": 32, "num_train_steps": 4, "checkpointer": {"keep": [{"every": 2}]}}
+
+
+@pytest.mark.parametrize("arguments", [(), ("loaded",)])
+def test_eigenvectors_do_not_depend_on_the_blas_threads_of_the_environment(arguments: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "tests.run.eigenvectors", *arguments]
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "2"}
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert os.environ["OPENBLAS_NUM_THREADS"] == "1"
+    assert result.stdout.strip() == eigenvectors.digest()
 
 
 @pytest.mark.optimised
