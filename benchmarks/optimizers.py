@@ -4,7 +4,8 @@
     python -m benchmarks.optimizers --shape tiny --pairs 4 --types muon soap
 
 Writes optimizers_SHAPE.md and optimizers_SHAPE.json. Each optimizer is measured in a process of its own, where its
-steps alternate with steps of AdamW on the same batch. Memory is the optimizer state that `lmt plan` counts.
+steps alternate with steps of AdamW on the same batch. Memory is the optimizer state that `lmt plan` counts. A repeated
+command continues with what is missing in the JSON file.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.peers.shapes import SHAPES, Shape
+from benchmarks.saved_results import read_results, write_results
 from benchmarks.setting import describe_load, describe_setting, markdown_table
 
 WARM_UP = 3
@@ -174,21 +176,22 @@ def main() -> None:
     if options.only is not None:
         print(json.dumps(measure(SHAPES[options.shape], settings[options.only], options.pairs)))
         return
-    load_before, results = describe_load("at the start"), {}
     if unknown := set(options.types or ()) - settings.keys():
         parser.error(f"--types: there is no {', '.join(sorted(unknown))}; there are {', '.join(settings)}")
+    load_before = describe_load("at the start")
+    path = None if options.results is None else options.results / f"optimizers_{options.shape}.json"
+    measured = {"shape": options.shape, "pairs": options.pairs}
+    results = read_results(path, measured)
     for name in options.types or settings:
-        results[name] = measure_in_process(options, name)
-        # An interrupted measurement leaves the rows so far.
-        print(" | ".join(table_row(name, results[name])), file=sys.stderr, flush=True)
+        if name not in results:
+            results[name] = measure_in_process(options, name)
+            write_results(path, measured, results)
+            print(" | ".join(table_row(name, results[name])), file=sys.stderr, flush=True)
     text = describe(options, results, load_before)
-    if options.results is None:
+    if path is None:
         print(text)
-        return
-    options.results.mkdir(parents=True, exist_ok=True)
-    base = options.results / f"optimizers_{options.shape}"
-    base.with_suffix(".md").write_text(text, encoding="utf-8")
-    base.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    else:
+        path.with_suffix(".md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

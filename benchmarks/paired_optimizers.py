@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import shlex
 import statistics
@@ -25,6 +24,7 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.optimizers import optimizer_settings
+from benchmarks.saved_results import read_results, write_results
 from benchmarks.setting import describe_load, describe_setting, markdown_table
 from benchmarks.transfer_sweep import HELD_OUT, LENGTH, VOCAB, read_rows, training_order
 from lm_trainer.core.batch import Batch
@@ -147,14 +147,6 @@ def describe(options: argparse.Namespace, results: Mapping[str, Any], load_befor
     )
 
 
-def read_results(path: Path | None, settings: Mapping[str, int]) -> dict[str, Any]:
-    """Returns the results of an earlier command with the same settings."""
-    if path is None or not path.exists():
-        return {}
-    saved = json.loads(path.read_text(encoding="utf-8"))
-    return saved["results"] if saved["settings"] == settings else {}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150, help="training steps of each run")
@@ -182,10 +174,7 @@ def main() -> None:
             losses = [train(result["rate"], seed) for seed in range(options.seeds)]
             result["losses"][str(width)] = losses
             print(name, width, f"{result['rate']:.2g}", " ".join(f"{x:.3f}" for x in losses), flush=True)
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                content = {"settings": settings, "results": results}
-                path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            write_results(path, settings, results)
     report = describe(options, results, load_before)
     if path is None:
         print(report)
