@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lm_trainer.optim import AnyOptimizer, OptimizerConfig
+from lm_trainer.optim import OptimizerConfig
 from lm_trainer.optim.factorizations import eigenvectors, orthonormal_columns, solve_upper_transposed
-from tests.optim.common import FEW, gradients, initial
+from tests.optim.common import FEW, MEMBERS, gradients, initial
 
-MEMBERS: tuple[type[OptimizerConfig], ...] = get_args(get_args(AnyOptimizer)[0])
 SCALARS = {name: np.float32(1) for name in ("learning_rate", "loss", "grad_norm")}
 MATRICES_KNN = np.random.default_rng(0).standard_normal((5, 24, 24)).astype(np.float32)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,14 @@ from pydantic import ValidationError
 from lm_trainer.core.block_float import SIGNED, UNSIGNED, BlockFloats, Blocks, Format, block_exponents, decode, encode
 from lm_trainer.optim import (
     AdamConfig,
-    AnyOptimizer,
     LionConfig,
     MuonConfig,
     OptimizerConfig,
     Param,
     ScheduleFreeConfig,
 )
-from tests.optim.common import Arrays, Run, check_resumed, gradients, initial, run
+from tests.optim.common import MEMBERS, Arrays, Run, check_resumed, gradients, initial, run
 
-MEMBERS: tuple[type[OptimizerConfig], ...] = get_args(get_args(AnyOptimizer)[0])
 ABLE = [member for member in MEMBERS if member.squares_in_state is not None]
 PARAMS = {
     name: Param(name, shape, axes)

@@ -13,14 +13,13 @@ import pytest
 from lm_trainer.optim import AdamConfig, DionConfig, MuonConfig, NorMuonConfig, OptimizerConfig, ScionConfig
 from lm_trainer.optim.multipliers import find_multipliers, initial_multiplier
 from lm_trainer.optim.params import Multipliers, Param
-from tests.optim.common import PARAMS, applied, gradients, initial
-from tests.optim.test_union import CONFIGS
+from tests.optim.common import MEMBERS, PARAMS, applied, gradients, initial
 
 FACTORS = {name: 0.5 ** (i % 4) for i, name in enumerate(PARAMS)}
 """A factor of the forward pass for each parameter; powers of two, so that products are exact."""
 TRANSFERABLE = [
     config
-    for config in (c(max_grad_norm=None, epsilon=1e-3) if "epsilon" in c.model_fields else c() for c in CONFIGS)
+    for config in (c(max_grad_norm=None, epsilon=1e-3) if "epsilon" in c.model_fields else c() for c in MEMBERS)
     if config.transfer_problem() is None
 ]
 
@@ -29,7 +28,7 @@ def matrix(inputs: int, outputs: int) -> Param:
     return Param("blocks.0.mlp.up.weight", (3, inputs, outputs), ("layers", "embed", "mlp"))
 
 
-@pytest.mark.parametrize("config", TRANSFERABLE, ids=[config.type for config in TRANSFERABLE])
+@pytest.mark.parametrize("config", TRANSFERABLE, ids=[type(c).model_fields["type"].default for c in TRANSFERABLE])
 def test_a_factor_of_a_weight_is_the_same_training_as_a_factor_of_the_forward_pass(config: OptimizerConfig) -> None:
     """With f(a W), the gradient of W is a times that of V = a W, and its curvature a^2 times."""
     multiplied = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import typing
 from typing import Any
 
 import jax
@@ -15,11 +14,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.optim import AdamConfig, AnyOptimizer, OptimizerConfig
-from tests.optim.common import FEW, PARAMS, Arrays, Run, gradients
+from tests.optim.common import FEW, MEMBERS, PARAMS, Arrays, Run, gradients
 
-CONFIGS = typing.get_args(typing.get_args(AnyOptimizer)[0])
 OPTIMIZERS: TypeAdapter[OptimizerConfig] = TypeAdapter(AnyOptimizer)
-every = pytest.mark.parametrize("config", [c() for c in CONFIGS], ids=[c().type for c in CONFIGS])
+every = pytest.mark.parametrize("config", [c() for c in MEMBERS], ids=[c.model_fields["type"].default for c in MEMBERS])
 
 
 def with_fields(config: OptimizerConfig, **fields: Any) -> OptimizerConfig:
@@ -31,7 +29,7 @@ def are_equal(a: Any, b: Any) -> bool:
 
 
 def test_a_block_without_a_type_is_adam() -> None:
-    assert CONFIGS[0] is AdamConfig
+    assert MEMBERS[0] is AdamConfig
     with pytest.raises(ValidationError, match="adam"):
         TypeAdapter(AnyOptimizer).validate_python({"type": "adamm"})
 
