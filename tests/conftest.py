@@ -351,7 +351,7 @@ def _write_hf_model(out: Path, config_class: str, model_class: str, seed: int, c
         for name, buffer in model.named_buffers():
             if name in saved and buffer.ndim == 1:
                 buffer.add_(0.2 * torch.randn(buffer.shape, generator=generator))
-        input_ids = torch.randint(0, hf_config.vocab_size, (2, 48), generator=generator)
+        input_ids = torch.randint(0, hf_config.get_text_config(decoder=True).vocab_size, (2, 48), generator=generator)
         logits = model(input_ids=input_ids).logits.float()
     model.save_pretrained(out)
     np.savez(out / "reference.npz", input_ids=input_ids.numpy(), logits=logits.numpy())

@@ -16,6 +16,7 @@ from lm_trainer.export.weights import read_json
 from lm_trainer.models import hf
 from lm_trainer.models.generation_fields import generation_from_config
 from lm_trainer.models.hf_section import allows_any_length
+from lm_trainer.models.text_part import has_other_parts, text_config
 
 if TYPE_CHECKING:
     from lm_trainer.data.tokenizer import HfTokenizer, Tokenizer
@@ -43,7 +44,8 @@ class HfSettings:
             UserError: for the same reasons as in `read_copied_files`, for a damaged file, and for an end token that is
                 not an id.
         """
-        config = _without_quantization(read_json(directory / CONFIG))
+        raw = read_json(directory / CONFIG)
+        config = _without_quantization(text_config(raw))
         generation_file, preprocessor_file = directory / GENERATION, directory / PREPROCESSOR
         generation = read_json(generation_file) if generation_file.is_file() else generation_from_config(config)
         if not all(isinstance(end, int) for end in _as_list(generation.get("eos_token_id"))):
@@ -51,6 +53,9 @@ class HfSettings:
                 f"{generation_file if generation_file.is_file() else directory / CONFIG}: "
                 f"eos_token_id={generation['eos_token_id']!r} is no id and no list of ids"
             )
+        if has_other_parts(raw):
+            # Further files describe images and sound, which the text model does not read.
+            return cls(config, generation)
         preprocessor = read_json(preprocessor_file) if preprocessor_file.is_file() else None
         return cls(config, generation, preprocessor, read_copied_files(directory, PROCESSOR_FILES))
 

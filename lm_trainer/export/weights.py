@@ -19,6 +19,7 @@ from lm_trainer.core.safe_names import path_inside
 from lm_trainer.export.mxfp4_tensor import Mxfp4Tensor, join_mxfp4
 from lm_trainer.export.nf4_files import Nf4Tensor, join_nf4
 from lm_trainer.export.tensor_file import CHECKSUMS, StoredTensor, compute_checksums, order_metadata, read_header
+from lm_trainer.models.text_part import text_tensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -135,7 +136,8 @@ class Weights(Mapping[str, np.ndarray]):
 
     Floating-point tensors are converted to float32, which is exact for float16 and bfloat16; other dtypes are
     unchanged. Pairs of tensors in MXFP4, and tensors that bitsandbytes has quantized to NF4, are one tensor, with its
-    values in float32. `dtypes` has the names of the dtypes that occur (`F32`, `BF16`, ...).
+    values in float32. `dtypes` has the names of the dtypes that occur (`F32`, `BF16`, ...). Of a model that also reads
+    images or sound, only the tensors of the text model are listed, without the name of its module.
 
     Raises:
         UserError: when opened, for a directory without safetensors files, an index that refers to files outside it, or
@@ -152,8 +154,11 @@ class Weights(Mapping[str, np.ndarray]):
                     second_file, first_file = tensor.file.name, entries[name].file.name
                     raise UserError(f"{directory}: tensor {name!r} is both in {first_file} and in {second_file}")
                 entries[name] = tensor
-        self.stored: dict[str, StoredTensor | Mxfp4Tensor | Nf4Tensor] = join_nf4(join_mxfp4(entries))
+        joined: dict[str, StoredTensor | Mxfp4Tensor | Nf4Tensor] = join_nf4(join_mxfp4(entries))
+        self.stored = text_tensors(joined)
         """Header entries of the tensors; no data is read yet."""
+        self.left_out = len(joined) - len(self.stored)
+        """Number of tensors of other parts than the text model."""
         self.files = tuple(sorted(files))
         self.dtypes = frozenset(tensor.dtype for tensor in self.stored.values())
 

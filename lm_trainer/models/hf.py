@@ -29,6 +29,7 @@ from lm_trainer.models.hf_table import (
     settings_from_hf,
     settings_to_hf,
 )
+from lm_trainer.models.text_part import text_config
 from lm_trainer.nn.init import LOGICAL_AXES
 from lm_trainer.nn.router import LOAD_RATE, LoadParam
 
@@ -37,21 +38,16 @@ def config_from_hf(hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     """Reads the model configuration and the vocabulary size from the content of a config.json.
 
     Reads files written by transformers 4 and 5. Settings that affect how a model runs, but not its results, keep our
-    defaults.
+    defaults. Of a model that also reads images or sound, reads the text model.
 
     Raises:
         UserError: for an unknown family, a setting that has no counterpart here, or a field that is not known.
     """
     # Families without a format are included, so that their files are refused with the reason.
     families = {config.hf.model_type: config for config in MODEL_CONFIGS}
+    hf = text_config(hf)
     config_class = families.get(str(hf.get("model_type")))
     if config_class is None:
-        text = hf.get("text_config")
-        if isinstance(text, Mapping) and text.get("model_type") in families:
-            raise UserError(
-                f"config.json: model_type={hf.get('model_type')!r} reads more than text; save its text model "
-                f"(model_type={text['model_type']!r}) with transformers, as a model of its own, and read that"
-            )
         supported = ", ".join(sorted(name for name, c in families.items() if isinstance(c.hf, HfFamily)))
         raise UserError(f"config.json: model_type={hf.get('model_type')!r} is not supported; supported: {supported}")
     family = config_class.hf_family()

@@ -156,10 +156,6 @@ def test_tensors_that_do_not_fit(tiny):
     ("fields", "message"),
     [
         ({"model_type": "bert"}, "model_type='bert' is not supported; supported: apertus, "),
-        (
-            {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}},
-            "model_type='llama4' reads more than text; save its text model (model_type='llama4_text'",
-        ),
         ({"n_inner": 33}, "n_inner=33 is not supported, only multiples of n_embd=32"),
         ({"scale_attn_weights": False}, "scale_attn_weights=False is not supported, only True"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings=False is not supported"),

@@ -230,6 +230,8 @@ class HfCheckpoint:
             text += (
                 "; weights in MXFP4 are dequantized, and exports are not quantized again (bf16 holds all their values)"
             )
+        if self.weights.left_out:
+            text += f"; {self.weights.left_out} tensors of other parts than its text model are not read"
         return f"{text}; exports keep its context of {context:,} tokens" if model.seq_len < context else text
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
