@@ -277,19 +277,34 @@ def _minicpm3(draw: Draw) -> Fields:
     }  # fmt: skip
 
 
-def _qwen3_next(draw: Draw) -> Fields:
-    fields = {**_qwen3_moe(draw), "hidden_act": "silu", "head_dim": draw.one(8, 16)}
+def _delta_hybrid(draw: Draw, num_layers: int) -> Fields:
     key_heads = draw.one(1, 2)
     return {
-        **fields,
+        "hidden_act": "silu", "head_dim": draw.one(8, 16),
         # With larger weights, float32 rounds by more than the tolerance.
         "initializer_range": 0.1,
         "rope_parameters": draw.rotary(partial_rotary_factor=draw.one(0.25, 0.5, 1.0)),
-        "layer_types": draw.pattern(fields["num_hidden_layers"], "linear_attention"),
+        "layer_types": draw.pattern(num_layers, "linear_attention"),
         "linear_num_key_heads": key_heads, "linear_num_value_heads": key_heads * draw.one(1, 2),
         "linear_key_head_dim": draw.one(6, 8), "linear_value_head_dim": draw.one(6, 10),
-        "linear_conv_kernel_dim": draw.one(2, 3, 4), "shared_expert_intermediate_size": draw.one(20, 40),
+        "linear_conv_kernel_dim": draw.one(2, 3, 4),
     }  # fmt: skip
+
+
+def _qwen3_next(draw: Draw) -> Fields:
+    fields = _qwen3_moe(draw)
+    shared = {"shared_expert_intermediate_size": draw.one(20, 40)}
+    return {**fields, **_delta_hybrid(draw, fields["num_hidden_layers"]), **shared}
+
+
+def _qwen3_5(draw: Draw) -> Fields:
+    fields = {**draw.shared(), **draw.heads()}
+    return {**fields, **_delta_hybrid(draw, fields["num_hidden_layers"])}
+
+
+def _qwen3_5_moe(draw: Draw) -> Fields:
+    absent = ("intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+    return {name: value for name, value in _qwen3_next(draw).items() if name not in absent}
 
 
 def _gpt_oss(draw: Draw) -> Fields:
@@ -398,6 +413,8 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": _family("DeepseekV2", _deepseek_v2),
     "minicpm3": _family("MiniCPM3", _minicpm3),
     "qwen3_next": _family("Qwen3Next", _qwen3_next),
+    "qwen3_5": Family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _qwen3_5),
+    "qwen3_5_moe": Family("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", _qwen3_5_moe),
     "mamba2": _family("Mamba2", _mamba2),
 }
 """All text families that transformers has, by our name."""

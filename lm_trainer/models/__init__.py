@@ -35,6 +35,7 @@ from lm_trainer.models.olmoe import OlmoeConfig
 from lm_trainer.models.phi import Phi3Config
 from lm_trainer.models.qwen import Qwen2Config, Qwen3Config
 from lm_trainer.models.qwen2_moe import Qwen2MoeConfig
+from lm_trainer.models.qwen35 import Qwen35Config, Qwen35MoeConfig
 from lm_trainer.models.qwen_moe import Qwen3MoeConfig
 from lm_trainer.models.qwen_next import Qwen3NextConfig
 from lm_trainer.models.seed_oss import SeedOssConfig
@@ -78,6 +79,8 @@ AnyFamily = (
     | Llama4Config
     | Granite4Config
     | Gemma4Config
+    | Qwen35Config
+    | Qwen35MoeConfig
     | MptConfig
     | BackpackConfig
     | WhisperConfig
@@ -130,6 +133,8 @@ __all__ = [
     "Qwen3Config",
     "Qwen3MoeConfig",
     "Qwen3NextConfig",
+    "Qwen35Config",
+    "Qwen35MoeConfig",
     "SeedOssConfig",
     "SmolLm3Config",
     "StarCoder2Config",

@@ -202,8 +202,9 @@ _REFUSED = {
     "dynamic": "its frequencies change with the length of what is read",
     "proportional": "only families that are not known here have it",
 }
-# These are not fields of a rope. `rope_from_hf`, `parse_rope` and `fraction_from_hf` read them.
-_IGNORED = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+# These are not fields of a rope. `rope_from_hf`, `parse_rope` and `fraction_from_hf` read them, except for the order of
+# the three numbers that give a position in an image or a video: in text all three are equal.
+_IGNORED = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 
 
 def rope_from_hf(hf: Mapping[str, Any], default_theta: float = 10_000.0, *, layers: str | None = None) -> RopeConfig:

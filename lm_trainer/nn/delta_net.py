@@ -36,14 +36,22 @@ class DeltaNet(nnx.Module):
         keys = {"heads": spec.num_key_heads, "head_size": spec.key_dim}
         values = {"heads": spec.num_heads, "head_size": spec.value_dim}
         embed, width, ratio = {"embed": dim}, spec.conv_width, spec.num_heads // spec.num_key_heads
-        # All projections of a head of keys, and of its heads of values, are next to each other, as in files.
-        joined = {"heads": spec.num_key_heads, "head_size": 2 * spec.key_dim + 2 * ratio * spec.value_dim}
-        self.qkvz = Linear(embed, joined, bias=False, init=init)
-        self.ba = Linear(embed, {"heads": spec.num_key_heads, "head_size": 2 * ratio}, bias=False, init=init)
+        per_head = {"heads": spec.num_heads}
+        if spec.separate_maps:
+            self.q_in = Linear(embed, keys, bias=False, init=init)
+            self.k_in = Linear(embed, keys, bias=False, init=init)
+            self.v_in = Linear(embed, values, bias=False, init=init)
+            self.z_in = Linear(embed, values, bias=False, init=init)
+            self.b_in = Linear(embed, per_head, bias=False, init=init)
+            self.a_in = Linear(embed, per_head, bias=False, init=init)
+        else:
+            # All projections of a head of keys, and of its heads of values, are next to each other, as in files.
+            joined = {"heads": spec.num_key_heads, "head_size": 2 * spec.key_dim + 2 * ratio * spec.value_dim}
+            self.qkvz = Linear(embed, joined, bias=False, init=init)
+            self.ba = Linear(embed, {"heads": spec.num_key_heads, "head_size": 2 * ratio}, bias=False, init=init)
         self.q_conv = ShortConv(keys, width=width, bias=False, init=init)
         self.k_conv = ShortConv(keys, width=width, bias=False, init=init)
         self.v_conv = ShortConv(values, width=width, bias=False, init=init)
-        per_head = {"heads": spec.num_heads}
         self.dt_bias = init.constant(per_head, 1.0)
         draw = jax.random.uniform(init.rngs.params(), (spec.num_heads,), jnp.float32, _LOWEST_DECAY, _HIGHEST_DECAY)
         self.a_log = init.given(per_head, jnp.log(draw))
@@ -93,6 +101,9 @@ class DeltaNet(nnx.Module):
     def _project(self, x_BSD: jax.Array, key: jax.Array | None) -> tuple[jax.Array, ...]:
         """Returns queries, keys, values, the gate of the result, and the inputs of rate and decay."""
         spec = self.spec
+        if spec.separate_maps:
+            maps = self.q_in, self.k_in, self.v_in, self.z_in, self.b_in, self.a_in
+            return tuple(linear(x_BSD, key=key) for linear in maps)
         size, width = spec.key_dim, spec.num_heads // spec.num_key_heads * spec.value_dim
         parts = jnp.split(self.qkvz(x_BSD, key=key), [size, 2 * size, 2 * size + width], axis=-1)
         q_BSGK, k_BSGK, *wide = parts

@@ -110,6 +110,9 @@ class DeltaSpec:
     """Number of positions that the convolutions of queries, keys and values read."""
     chunk_size: int = 64
     """Number of positions that are computed at once."""
+    separate_maps: bool = False
+    """Use one linear map for each of queries, keys, values, gates, rates and decays, instead of one for the first four
+    and one for the last two, with outputs grouped by head of keys."""
 
 
 Mixer = AttentionSpec | LatentSpec | StateSpaceSpec | DeltaSpec

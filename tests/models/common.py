@@ -49,6 +49,8 @@ from lm_trainer.models import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    Qwen35Config,
+    Qwen35MoeConfig,
     SeedOssConfig,
     SmolLm3Config,
     StarCoder2Config,
@@ -85,6 +87,15 @@ LATENT: dict[str, Any] = {
     "rope": YarnRope(factor=4.0),
 }
 
+DELTA: dict[str, Any] = {
+    "head_dim": 12,
+    "partial_rotary_factor": 0.5,
+    "full_attention_interval": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 8,
+}
 TINY: dict[str, AnyModel] = {
     "gpt2": Gpt2Config(
         seq_len=SEQ,
@@ -211,18 +222,16 @@ TINY: dict[str, AnyModel] = {
     ),
     "qwen3_next": Qwen3NextConfig(
         **{**ROTARY, "num_layers": 3},
-        head_dim=12,
-        partial_rotary_factor=0.5,
-        full_attention_interval=2,
-        linear_num_value_heads=4,
-        linear_num_key_heads=2,
-        linear_key_head_dim=6,
-        linear_value_head_dim=8,
+        **DELTA,
         moe_intermediate_dim=20,
         shared_intermediate_dim=28,
         n_routed_experts=4,
         num_experts_per_tok=2,
         mlp_only_layers=(2,),
+    ),
+    "qwen3_5": Qwen35Config(**{**ROTARY, "num_layers": 3}, **DELTA),
+    "qwen3_5_moe": Qwen35MoeConfig(
+        **{**ROTARY, "num_layers": 3}, **DELTA, shared_intermediate_dim=28, n_routed_experts=5, num_experts_per_tok=2
     ),
     "minicpm3": MiniCpm3Config(
         **LATENT,

@@ -51,6 +51,11 @@ PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotar
 SCALARS = [{"rms_norm_eps": 0.1}, {"hidden_act": "relu"}, {"rope_parameters": {**PLAIN, "rope_theta": 100.0}}]
 GEMMA_SCALARS = [{"query_pre_attn_scalar": 4}, {"attn_logit_softcapping": 1.0}, {"final_logit_softcapping": 1.0}]
 
+# With larger weights, float32 rounds by more than the tolerance.
+DELTA = {"initializer_range": 0.1, "num_hidden_layers": 2, "head_dim": 12,
+         "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+         "linear_key_head_dim": 6, "linear_value_head_dim": 8}  # fmt: skip
+
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
     "llama": (
         "Llama",
@@ -184,17 +189,31 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
     ),
     "qwen3_next": (
         "Qwen3Next",
-        # With larger weights, float32 rounds by more than the tolerance.
-        {**SHARED, "initializer_range": 0.1, "num_hidden_layers": 2, "head_dim": 12,
-         "layer_types": ["linear_attention", "full_attention"],
-         "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 8,
-         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1],
-         "shared_expert_intermediate_size": 40, "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},
+        {**SHARED, **DELTA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+         "mlp_only_layers": [1], "shared_expert_intermediate_size": 40,
+         "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},
         [{"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
          {"linear_num_key_heads": 4},
          {"linear_conv_kernel_dim": 3}, {"linear_value_head_dim": 6}, {"norm_topk_prob": False},
          {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}}, {"rms_norm_eps": 0.1},
          {"mlp_only_layers": [0, 1]}],
+    ),
+    "qwen3_5_text": (
+        "Qwen3_5Text",
+        {**SHARED, **DELTA, "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5, "mrope_interleaved": True,
+                                                "mrope_section": [1, 1, 1]}},
+        [{"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+         {"linear_num_key_heads": 4}, {"linear_conv_kernel_dim": 3}, {"linear_value_head_dim": 6},
+         {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}}, {"rms_norm_eps": 0.1}, {"head_dim": 16},
+         {"tie_word_embeddings": True}],
+    ),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeText",
+        {**{key: value for key, value in SHARED.items() if key != "intermediate_size"}, **DELTA, "num_experts": 4,
+         "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+         "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},
+        [{"layer_types": ["full_attention"] * 2}, {"num_experts_per_tok": 1}, {"linear_num_key_heads": 4},
+         {"rms_norm_eps": 0.1}, {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}}],
     ),
     "minicpm3": (
         "MiniCPM3",
@@ -294,7 +313,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
 """For each family what transformers calls it, a tiny configuration, and changes that each move its logits."""
 
 MODEL_CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "Llama4Text": "Llama4ForCausalLM",
-                 "Gemma4Text": "Gemma4ForCausalLM"}  # fmt: skip
+                 "Gemma4Text": "Gemma4ForCausalLM", "Qwen3_5Text": "Qwen3_5ForCausalLM",
+                 "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM"}  # fmt: skip
 
 
 def build(make_hf_model: Any, name: str, **changes: Any) -> Path:

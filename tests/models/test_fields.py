@@ -34,6 +34,8 @@ from lm_trainer.models import (
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen35Config,
+    Qwen35MoeConfig,
     SeedOssConfig,
     SmolLm3Config,
     StarCoder2Config,
@@ -144,12 +146,15 @@ def test_defaults_are_llama_2_7b():
         (Granite4Config(), 100352, 6_939_037_248),
         # transformers has 60 fewer parameters, because the factors of the layers are buffers there.
         (Gemma4Config(), 262144, 30_697_345_340),
+        (Qwen35Config(), 248320, 26_895_998_464),
+        (Qwen35MoeConfig(), 248320, 34_660_610_688),
         (Llama4Config(), 202048, 107_769_861_120),
         (Llama4Config(n_routed_experts=128, interleave_moe_layer_step=2), 202048, 400_711_848_960),
     ],
     ids=["Mistral 7B", "Llama 3 8B", "Gemma 2 2B", "Qwen3 0.6B", "SmolLM3 3B", "StarCoder2 3B", "R7B", "GLM-4 9B",
          "Seed-OSS 36B", "nanochat d20", "MiniCPM3 4B", "DeepSeek-V3", "DeepSeek-V2 Lite", "Mamba 2 2.7B",
-         "gpt-oss 20B", "gpt-oss 120B", "Granite 4 H Tiny", "Gemma 4 31B", "Llama 4 Scout", "Llama 4 Maverick"],
+         "gpt-oss 20B", "gpt-oss 120B", "Granite 4 H Tiny", "Gemma 4 31B", "Qwen3.5 27B", "Qwen3.5 35B A3B",
+         "Llama 4 Scout", "Llama 4 Maverick"],
 )  # fmt: skip
 def test_published_sizes(config, vocab_size, parameters):
     assert parameter_count(config.spec(vocab_size)) == parameters

@@ -184,6 +184,8 @@ def test_a_tied_head_may_be_repeated_but_not_differ(make_hf_model):
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc' is not supported, only 'greedy' and"),
         ("qwen3_next", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types is not supported"),
         ("qwen3_next", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
+        ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate=False is not supported, only True"),
+        ("qwen3_5_moe_text", {"mlp_only_layers": [1]}, r"the meaning of mlp_only_layers=\[1\] in"),
         ("mamba2", {"hidden_act": "relu"}, "hidden_act='relu' is not supported, only 'silu'"),
         ("mamba2", {"expand": 3}, "num_heads=4 of head_dim=16 are not expand=3 times hidden_size=32"),
         ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is not supported"),

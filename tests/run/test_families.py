@@ -28,7 +28,7 @@ from tests.run.conftest import MakeConfig
 
 STEPS, ROWS = 3, 8
 EIGHT = ("gpt2", "mixtral", "deepseek_v3", "mamba2")
-TWO = ("gemma3", "mpt", "backpack", "qwen3_next", "gpt_oss", "granite4", "glm4_moe", "llama4", "gemma4")
+TWO = ("gemma3", "mpt", "backpack", "qwen3_next", "gpt_oss", "granite4", "glm4_moe", "llama4", "gemma4", "qwen3_5")
 MOST_PARTS = (
     *("llama", "gemma3", "mpt", "backpack", "cohere2"),
     *("apertus", "deepseek_v3", "mamba2", "gpt_oss", "granite4", "llama4", "gemma4"),
