@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from benchmarks.peers.shapes import SHAPES, Shape
 from benchmarks.saved_results import read_results, write_results
@@ -49,9 +49,9 @@ Costs = Mapping[str, Any]
 
 def optimizer_settings() -> dict[str, dict[str, Any]]:
     """Returns the settings of every optimizer of the registry, and of `VARIANTS`, by name in the table."""
-    from lm_trainer.optim import AnyOptimizer
+    from lm_trainer.optim import OPTIMIZERS
 
-    types = [member.model_fields["type"].default for member in get_args(get_args(AnyOptimizer)[0])]
+    types = [member.model_fields["type"].default for member in OPTIMIZERS]
     return {name: {"type": name} for name in types} | VARIANTS
 
 

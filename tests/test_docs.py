@@ -19,7 +19,7 @@ import typer
 from cli.main import app
 from lm_trainer.data.sources import AnySource
 from lm_trainer.models import AnyModel, Gpt2Config
-from lm_trainer.optim import AnyOptimizer, OptimizerConfig, Param
+from lm_trainer.optim import OPTIMIZERS, AnyOptimizer, OptimizerConfig, Param
 from lm_trainer.run.build.setup import trace_model
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.trackers import AnyTracker
@@ -79,9 +79,6 @@ def optimizer_rows() -> dict[str, list[str]]:
     rows = re.findall(r"^\| (`.+?`) \| (.+) \|$", CHOOSE.read_text(encoding="utf-8"), re.MULTILINE)
     cells = [(re.findall(r"`([^`]+)`", first), other_cells.split(" | ")) for first, other_cells in rows]
     return {name: other_cells for names, other_cells in cells for name in names if len(other_cells) == 4}
-
-
-OPTIMIZERS = typing.get_args(typing.get_args(AnyOptimizer)[0])
 
 
 @pytest.mark.parametrize(("name", "optimizer"), list(zip(types(AnyOptimizer), OPTIMIZERS, strict=True)))

@@ -112,7 +112,7 @@ def use_one_blas_thread() -> None:
         import scipy
 
         # SciPy's wheels for Linux have the library in this directory; opening it again returns the loaded one.
-        for file in (Path(scipy.__file__).parents[1] / "scipy.libs").glob("libscipy_openblas*"):
+        for file in (Path(scipy.__file__).parents[1] / "scipy.libs").glob("libscipy_openblas-*"):
             ctypes.CDLL(str(file)).scipy_openblas_set_num_threads(1)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 from pydantic import Field
 
@@ -56,7 +56,11 @@ AnyOptimizer = Annotated[
 ]
 """Configurations that `optimizer:` accepts, distinguished by `type`."""
 
+OPTIMIZERS: tuple[type[OptimizerConfig], ...] = get_args(get_args(AnyOptimizer)[0])
+"""The members of `AnyOptimizer`."""
+
 __all__ = [
+    "OPTIMIZERS",
     "AdafactorConfig",
     "AdamConfig",
     "AdamHConfig",

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lm_trainer.optim import AnyOptimizer, OptimizerConfig, Param, decays_by_default
+from lm_trainer.optim import OptimizerConfig, Param, decays_by_default
 from tests.compiling import quick_jit
 
 Arrays = dict[str, np.ndarray]
-MEMBERS: tuple[type[OptimizerConfig], ...] = get_args(get_args(AnyOptimizer)[0])
-"""The configurations of all optimizers."""
 
 AXES = {
     "embed.tokens": ("vocab", "embed"),

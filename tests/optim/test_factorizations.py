@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lm_trainer.optim import OptimizerConfig
+from lm_trainer.optim import OPTIMIZERS, OptimizerConfig
 from lm_trainer.optim.factorizations import eigenvectors, orthonormal_columns, solve_upper_transposed
-from tests.optim.common import FEW, MEMBERS, gradients, initial
+from tests.optim.common import FEW, gradients, initial
 
 SCALARS = {name: np.float32(1) for name in ("learning_rate", "loss", "grad_norm")}
 MATRICES_KNN = np.random.default_rng(0).standard_normal((5, 24, 24)).astype(np.float32)
@@ -24,7 +24,7 @@ def batched_lapack_calls(stablehlo: str) -> list[str]:
     return [call for call in calls if re.search(r"tensor<(?!1x)\d+x\d+x\d+x", call)]
 
 
-@pytest.mark.parametrize("member", MEMBERS)
+@pytest.mark.parametrize("member", OPTIMIZERS)
 def test_no_optimizer_gives_lapack_several_matrices(member: type[OptimizerConfig]) -> None:
     # JAX 0.10 can hang in such a call. It needs all threads of XLA's pool at one time, so no run can prove its absence.
     tx = member().build(FEW)

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from lm_trainer.core.block_float import SIGNED, UNSIGNED, BlockFloats, Blocks, Format, block_exponents, decode, encode
 from lm_trainer.optim import (
+    OPTIMIZERS,
     AdamConfig,
     LionConfig,
     MuonConfig,
@@ -22,9 +23,9 @@ from lm_trainer.optim import (
     Param,
     ScheduleFreeConfig,
 )
-from tests.optim.common import MEMBERS, Arrays, Run, check_resumed, gradients, initial, run
+from tests.optim.common import Arrays, Run, check_resumed, gradients, initial, run
 
-ABLE = [member for member in MEMBERS if member.squares_in_state is not None]
+ABLE = [member for member in OPTIMIZERS if member.squares_in_state is not None]
 PARAMS = {
     name: Param(name, shape, axes)
     for name, shape, axes in (
@@ -193,7 +194,7 @@ def test_steps_do_not_depend_on_the_process_that_takes_them() -> None:
     check_resumed(AdamConfig(state_dtype="float8"), PARAMS)
 
 
-@pytest.mark.parametrize("member", [m for m in MEMBERS if m.squares_in_state is None], ids=lambda m: m().type)
+@pytest.mark.parametrize("member", [m for m in OPTIMIZERS if m.squares_in_state is None], ids=lambda m: m().type)
 def test_an_optimizer_that_cannot_says_who_can(member: type[OptimizerConfig]) -> None:
     with pytest.raises(ValidationError) as refused:
         member(state_dtype="float8")

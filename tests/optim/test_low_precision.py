@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from lm_trainer.optim import AdamConfig, LionConfig, MuonConfig, OptimizerConfig, ScheduleFreeConfig
+from lm_trainer.optim import OPTIMIZERS, AdamConfig, LionConfig, MuonConfig, OptimizerConfig, ScheduleFreeConfig
 from lm_trainer.optim.low_precision import round_stochastically
-from tests.optim.common import FEW, MEMBERS, Arrays, Run, check_resumed, initial, run
+from tests.optim.common import FEW, Arrays, Run, check_resumed, initial, run
 
 
 def flat(weights: Arrays) -> np.ndarray:
@@ -63,7 +63,7 @@ def test_weights_stay_near_those_of_full_precision(config: OptimizerConfig) -> N
     assert any((rounded[name] != exact[name]).any() for name in FEW)
 
 
-@pytest.mark.parametrize("member", [m for m in MEMBERS if not m.weights_in_state], ids=lambda m: m().type)
+@pytest.mark.parametrize("member", [m for m in OPTIMIZERS if not m.weights_in_state], ids=lambda m: m().type)
 def test_arrays_like_parameters_take_half_the_memory(member: type[OptimizerConfig]) -> None:
     shapes = {param.shape for param in FEW.values()}
 

@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lm_trainer.optim import AdamConfig, DionConfig, MuonConfig, NorMuonConfig, OptimizerConfig, ScionConfig
+from lm_trainer.optim import OPTIMIZERS, AdamConfig, DionConfig, MuonConfig, NorMuonConfig, OptimizerConfig, ScionConfig
 from lm_trainer.optim.multipliers import find_multipliers, initial_multiplier
 from lm_trainer.optim.params import Multipliers, Param
-from tests.optim.common import MEMBERS, PARAMS, applied, gradients, initial
+from tests.optim.common import PARAMS, applied, gradients, initial
 
 FACTORS = {name: 0.5 ** (i % 4) for i, name in enumerate(PARAMS)}
 """A factor of the forward pass for each parameter; powers of two, so that products are exact."""
 TRANSFERABLE = [
     config
-    for config in (c(max_grad_norm=None, epsilon=1e-3) if "epsilon" in c.model_fields else c() for c in MEMBERS)
+    for config in (c(max_grad_norm=None, epsilon=1e-3) if "epsilon" in c.model_fields else c() for c in OPTIMIZERS)
     if config.transfer_problem() is None
 ]
 

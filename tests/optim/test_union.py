@@ -13,11 +13,13 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from lm_trainer.core.tree import from_named_leaves, named_leaves
-from lm_trainer.optim import AdamConfig, AnyOptimizer, OptimizerConfig
-from tests.optim.common import FEW, MEMBERS, PARAMS, Arrays, Run, gradients
+from lm_trainer.optim import OPTIMIZERS, AdamConfig, AnyOptimizer, OptimizerConfig
+from tests.optim.common import FEW, PARAMS, Arrays, Run, gradients
 
-OPTIMIZERS: TypeAdapter[OptimizerConfig] = TypeAdapter(AnyOptimizer)
-every = pytest.mark.parametrize("config", [c() for c in MEMBERS], ids=[c.model_fields["type"].default for c in MEMBERS])
+ADAPTER: TypeAdapter[OptimizerConfig] = TypeAdapter(AnyOptimizer)
+every = pytest.mark.parametrize(
+    "config", [c() for c in OPTIMIZERS], ids=[c.model_fields["type"].default for c in OPTIMIZERS]
+)
 
 
 def with_fields(config: OptimizerConfig, **fields: Any) -> OptimizerConfig:
@@ -29,7 +31,7 @@ def are_equal(a: Any, b: Any) -> bool:
 
 
 def test_a_block_without_a_type_is_adam() -> None:
-    assert MEMBERS[0] is AdamConfig
+    assert OPTIMIZERS[0] is AdamConfig
     with pytest.raises(ValidationError, match="adam"):
         TypeAdapter(AnyOptimizer).validate_python({"type": "adamm"})
 
@@ -90,7 +92,7 @@ def distance(training: Run, target: Arrays) -> float:
 
 
 def test_adamw_is_another_word_for_adam() -> None:
-    other = OPTIMIZERS.validate_python({"type": "adamw", "learning_rate": 0.5})
+    other = ADAPTER.validate_python({"type": "adamw", "learning_rate": 0.5})
     assert other == AdamConfig(learning_rate=0.5)
     # A run has the same identity, and so the same directory, under either.
     assert other.model_dump() == AdamConfig(learning_rate=0.5).model_dump()
@@ -99,4 +101,4 @@ def test_adamw_is_another_word_for_adam() -> None:
 @pytest.mark.parametrize("name", ["wsd", "WSD-S", "cosine_with_warmup"])
 def test_a_schedule_by_the_name_of_others_is_told_how_it_is_written(name: str) -> None:
     with pytest.raises(ValidationError, match=f"'{name}' is written here as lr_schedule: (linear|cosine) with"):
-        OPTIMIZERS.validate_python({"type": "lion", "lr_schedule": name})
+        ADAPTER.validate_python({"type": "lion", "lr_schedule": name})

@@ -9,7 +9,7 @@ import hashlib
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from flax import nnx
 from pydantic import TypeAdapter
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.optim import AnyOptimizer
+from lm_trainer.optim import OPTIMIZERS, AnyOptimizer
 from lm_trainer.run.build.model import trace_module
 from lm_trainer.run.build.setup import TrainingSetup, build_setup, plan_training
 from lm_trainer.run.config.run_config import RunConfig
@@ -30,9 +30,9 @@ Plain = dict[str, Any]
 
 STEPS = 4
 VOCABULARIES = (61, 64, 97, 257)
-MEMBERS = sorted(get_args(get_args(AnyOptimizer)[0]), key=lambda member: member.model_fields["type"].default)
+BY_NAME = sorted(OPTIMIZERS, key=lambda config: config.model_fields["type"].default)
 ELEMENTWISE, NOT_ELEMENTWISE = (
-    [m.model_fields["type"].default for m in MEMBERS if m().elementwise is kind] for kind in (True, False)
+    [m.model_fields["type"].default for m in BY_NAME if m().elementwise is kind] for kind in (True, False)
 )
 """Optimizers whose update each device computes of its part of the state, and those whose update it computes whole."""
 DEVICES = (2, 4, 2, 8, 2, 2, 4, 2, 2, 2)

@@ -10,14 +10,23 @@ import numpy as np
 import optax
 import pytest
 
-from lm_trainer.optim import AdamConfig, KronConfig, MuonConfig, Optimizer, OptimizerConfig, Param, from_optax
+from lm_trainer.optim import (
+    OPTIMIZERS,
+    AdamConfig,
+    KronConfig,
+    MuonConfig,
+    Optimizer,
+    OptimizerConfig,
+    Param,
+    from_optax,
+)
 from lm_trainer.parallel.mesh import MeshShape, build_mesh
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.parallel.sharding import plan_shardings
 from lm_trainer.step.state.state_sharding import plan_state_sharding
 from lm_trainer.step.updates.owned_update import OwnedUpdate, make_owned_update
 from lm_trainer.step.updates.update import ReplicatedUpdate, make_update
-from tests.step.random_runs import MEMBERS, NOT_ELEMENTWISE
+from tests.step.random_runs import NOT_ELEMENTWISE
 
 pytestmark = pytest.mark.optimised
 
@@ -41,7 +50,7 @@ LARGE = {
     )
 }
 """Weights whose state is kept in 8 bits where it may be."""
-BY_TYPE = {member.model_fields["type"].default: member() for member in MEMBERS}
+BY_TYPE = {member.model_fields["type"].default: member() for member in OPTIMIZERS}
 TOGETHER = ("mars",)
 """Optimizers that compute something over all parameters."""
 CONFIGS: list[OptimizerConfig] = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from typing import get_args
 
 import jax
 import numpy as np
@@ -12,10 +11,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from lm_trainer.optim import (
+    OPTIMIZERS,
     AdamConfig,
     AdanConfig,
     AdoptConfig,
-    AnyOptimizer,
     CautiousConfig,
     LionConfig,
     MuonConfig,
@@ -57,9 +56,8 @@ LARGE: Shapes = {
     **CUT_INSIDE,
 }
 """Weights whose state is kept in blocks of 8 bits: cut between blocks, across, inside of them, and with a short one."""
-MEMBERS: tuple[type[OptimizerConfig], ...] = get_args(get_args(AnyOptimizer)[0])
 CONFIGS: list[Optimizer] = [
-    *(member() for member in MEMBERS),
+    *(member() for member in OPTIMIZERS),
     AdamConfig(weight_decay=0.37, beta1=0.83, beta2=0.991, epsilon=1e-3, max_grad_norm=None),
     AdamConfig(nesterov=True, adamc_weight_decay=True, skip_bad_steps=4),
     AdamConfig(state_dtype="bfloat16"),
