@@ -91,8 +91,12 @@ def _gemma4(draw: Draw) -> Fields:
         "partial_rotary_factor": draw.one(0.25, 0.5, 1.0),
         **draw.one({}, {"factor": 4.0}),
     }
+    experts = {
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": draw.one(1, 2, 3),
+        "moe_intermediate_size": draw.one(20, 40),
+    }  # fmt: skip
     return {
-        **_rename(fields, "hidden_act", "hidden_activation"), "sliding_window": draw.window(),
+        **_rename(fields, "hidden_act", "hidden_activation"), **draw.one({}, experts), "sliding_window": draw.window(),
         "global_head_dim": draw.one(8, 12, 16), "attention_k_eq_v": shared_values,
         "num_global_key_value_heads": draw.one(None, *(n for n in range(1, heads + 1) if heads % n == 0)),
         "hidden_size_per_layer_input": 0, "final_logit_softcapping": draw.one(None, 1.0, 30.0),

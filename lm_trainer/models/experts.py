@@ -95,6 +95,21 @@ class GroupedExpertsConfig(ExpertsConfig):
     otherwise dense."""
 
 
+class OptionalExpertsConfig(GroupedExpertsConfig):
+    """Settings of a decoder with or without experts."""
+
+    n_routed_experts: int = Field(default=0, ge=0)
+    """Number of experts in each layer. 0: no experts, so only the MLP that processes every token."""
+    num_experts_per_tok: int = Field(default=0, ge=0)
+    """Number of experts that process each token."""
+
+    @model_validator(mode="after")
+    def _check_some_experts(self) -> "OptionalExpertsConfig":
+        if self.n_routed_experts and not self.num_experts_per_tok:
+            raise ValueError(f"num_experts_per_tok=0 of n_routed_experts={self.n_routed_experts} leave out all experts")
+        return self
+
+
 def check_expert_groups(config: ExpertsConfig, n_group: int, topk_group: int) -> None:
     """Raises ValueError if the experts cannot be divided into groups, or a token cannot choose enough of them."""
     if config.n_routed_experts % n_group or config.n_routed_experts < 2 * n_group:

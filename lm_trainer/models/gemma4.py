@@ -1,5 +1,6 @@
-"""Gemma 4 (Gemma team 2026), the dense text model: layers with windows, and every sixth layer sees everything, with
-larger heads, fewer keys, values that are the keys, and rotations of a quarter of each head.
+"""Gemma 4 (Gemma team 2026), the text models of the larger sizes: layers with windows, and every sixth layer sees
+everything, with larger heads, fewer keys, values that are the keys, and rotations of a quarter of each head. Each layer
+may have experts next to its MLP, with norms of their own.
 """
 
 import math
@@ -10,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from lm_trainer.models.base import ActivationName
+from lm_trainer.models.experts import OptionalExpertsConfig, shared_expert_tensors
 from lm_trainer.models.gemma import FOUR_NORMS
 from lm_trainer.models.hf_table import HfFamily, HfField, HfTensor
 from lm_trainer.models.rope import AnyRope, DefaultRope, local_theta_from_hf, parse_rope
@@ -22,19 +24,41 @@ from lm_trainer.models.rotary import (
     MLP,
     QK_NORM,
     TIED,
-    RotaryConfig,
     hf_fields,
+    layer_norm_tensors,
     layer_types,
 )
-from lm_trainer.nn.spec import BlockSpec, DecoderSpec, EmbeddingSpec, QkNormSpec
+from lm_trainer.nn.expert_spec import BranchNormSpec, MoeSpec, RouterSpec, SharedExpertSpec
+from lm_trainer.nn.spec import BlockSpec, DecoderSpec, EmbeddingSpec, MlpSpec, QkNormSpec
 
 _FULL = "full_attention"
 _ABSENT = {
     "hidden_size_per_layer_input": (256, "embeddings of each layer"),
     "num_kv_shared_layers": (0, "layers that share keys and values"),
-    "enable_moe_block": (False, "a mixture of experts"),
 }
 """Fields of parts that only other sizes have, with the value that transformers assumes for an absent key."""
+_EXPERT_FIELDS = {
+    "num_experts": "n_routed_experts",
+    "top_k_experts": "num_experts_per_tok",
+    "moe_intermediate_size": "moe_intermediate_dim",
+}
+# The MLP of a layer with experts is an expert that all tokens pass.
+_EXPERTS = (
+    *shared_expert_tensors(f"{LAYER}.mlp"),
+    *layer_norm_tensors(
+        **{
+            "mlp.shared_pre_norm": "pre_feedforward_layernorm",
+            "mlp.shared_post_norm": "post_feedforward_layernorm_1",
+            "mlp.pre_norm": "pre_feedforward_layernorm_2",
+            "mlp.post_norm": "post_feedforward_layernorm_2",
+        }
+    ),
+    HfTensor(f"{LAYER}.router.scale", (f"{BLOCK}.mlp.router_norm.scale",)),
+    HfTensor(f"{LAYER}.router.proj.weight", (f"{BLOCK}.mlp.router",), transposed=True),
+    HfTensor(f"{LAYER}.router.per_expert_scale", (f"{BLOCK}.mlp.expert_scale",)),
+    HfTensor(f"{LAYER}.experts.gate_up_proj", (f"{BLOCK}.mlp.gate", f"{BLOCK}.mlp.up"), transposed=True),
+    HfTensor(f"{LAYER}.experts.down_proj", (f"{BLOCK}.mlp.down",), transposed=True),
+)
 
 
 def _kinds(num_layers: int, pattern: int) -> list[str]:
@@ -73,6 +97,15 @@ def _global_heads_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {"global_head_dim": size, "num_global_kv_heads": entries[0].get("num_key_value_heads")}
 
 
+def _experts_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    # A model without experts may have numbers of experts in its file.
+    if not hf.get("enable_moe_block"):
+        return {}
+    if absent := [name for name in _EXPERT_FIELDS if hf.get(name) is None]:
+        raise ValueError(f"enable_moe_block=True without {', '.join(absent)}")
+    return {setting: hf[name] for name, setting in _EXPERT_FIELDS.items()}
+
+
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     for name, (default, part) in _ABSENT.items():
         if value := hf.get(name, default):
@@ -93,6 +126,7 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
         "final_logit_softcapping": hf.get("final_logit_softcapping"),
         "sliding_window_pattern": _pattern_from_hf(hf.get("layer_types")),
         **_global_heads_from_hf(hf),
+        **_experts_from_hf(hf),
     }
 
 
@@ -113,13 +147,19 @@ def _to_hf(config: "Gemma4Config") -> dict[str, Any]:
         "num_global_key_value_heads": config.num_global_kv_heads,
         "hidden_size_per_layer_input": 0,
         "num_kv_shared_layers": 0,
-        "enable_moe_block": False,
+        "enable_moe_block": bool(config.n_routed_experts),
+        **{name: getattr(config, setting) or None for name, setting in _EXPERT_FIELDS.items()},
         "use_bidirectional_attention": None,
     }
 
 
-class Gemma4Config(RotaryConfig):
-    """The fourth Gemma family: its dense model without vision; the defaults are Gemma 4 31B."""
+class Gemma4Config(OptionalExpertsConfig):
+    """The fourth Gemma family: its larger sizes without vision; the defaults are Gemma 4 31B."""
+
+    newer_fields: ClassVar[frozenset[str]] = OptionalExpertsConfig.newer_fields | {
+        *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_dim", "expert_kernel"),
+        *("lbl_coef", "lbl_over", "selection_bias_rate", "rzl_coef"),
+    }
 
     hf: ClassVar[HfFamily] = HfFamily(
         model_type="gemma4_text",
@@ -147,6 +187,7 @@ class Gemma4Config(RotaryConfig):
             *ATTENTION,
             *QK_NORM,
             *MLP,
+            *_EXPERTS,
             HfTensor(f"{LAYER}.layer_scalar", (f"{BLOCK}.output_scale",)),
         ),
         prefix="model.",
@@ -166,7 +207,9 @@ class Gemma4Config(RotaryConfig):
     hidden_dim: int = Field(default=5376, gt=0)
     """Width of the residual stream."""
     intermediate_dim: int = Field(default=21504, gt=0)
-    """Width of the MLP."""
+    """Width of the MLP that processes every token."""
+    moe_intermediate_dim: int | None = Field(default=None, gt=0)
+    """Width of each expert. Required if there are experts."""
     num_layers: int = Field(default=60, gt=0)
     """Number of blocks."""
     num_heads: int = Field(default=32, gt=0)
@@ -211,9 +254,27 @@ class Gemma4Config(RotaryConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_experts_have_a_width(self) -> "Gemma4Config":
+        if self.n_routed_experts and self.moe_intermediate_dim is None:
+            raise ValueError(f"n_routed_experts={self.n_routed_experts} needs moe_intermediate_dim, their width")
+        return self
+
+    @model_validator(mode="after")
     def _check_rope_fits(self) -> "Gemma4Config":
         self.rope.check_head_size(self.global_head_dim)
         return self
+
+    def block_mlp_spec(self) -> MlpSpec | MoeSpec:
+        """Spec of the second part of a layer."""
+        if not self.n_routed_experts or self.moe_intermediate_dim is None:
+            return self.mlp_spec()
+        norm = self.norm_spec()
+        experts = self.moe_spec(
+            self.moe_intermediate_dim,
+            router=RouterSpec(expert_scale=True),
+            shared=SharedExpertSpec(self.intermediate_dim),
+        )
+        return replace(experts, branch_norm=BranchNormSpec(replace(norm, factor=self.hidden_dim**-0.5), norm))
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         norm = self.norm_spec()
@@ -233,7 +294,7 @@ class Gemma4Config(RotaryConfig):
             positions=replace(self.rope.spec(self.seq_len, self.partial_rotary_factor), over_head=True),
             window=None,
         )
-        block = BlockSpec(local, self.mlp_spec(), pre_norm=norm, post_norm=norm, output_scale=True)
+        block = BlockSpec(local, self.block_mlp_spec(), pre_norm=norm, post_norm=norm, output_scale=True)
         kinds = _kinds(self.num_layers, self.sliding_window_pattern)
         return self.decoder_spec(
             vocab_size,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from lm_trainer.models.experts import GroupedExpertsConfig
+from lm_trainer.models.experts import OptionalExpertsConfig
 from lm_trainer.models.granite import MULTIPLIERS
 from lm_trainer.models.hf_table import HfFamily, HfField, HfTensor
 from lm_trainer.models.mamba import state_space_tensors, time_step_limit_from_hf, time_step_limit_to_hf
@@ -91,7 +91,7 @@ def _to_hf(config: "Granite4Config") -> dict[str, Any]:
     }
 
 
-class Granite4Config(GroupedExpertsConfig):
+class Granite4Config(OptionalExpertsConfig):
     """The Granite 4 family; the defaults are Granite 4.0 H Tiny."""
 
     hf: ClassVar[HfFamily] = HfFamily(
@@ -197,8 +197,6 @@ class Granite4Config(GroupedExpertsConfig):
             raise ValueError(
                 f"mamba_num_heads={self.mamba_num_heads} is not a multiple of mamba_num_groups={self.mamba_num_groups}"
             )
-        if self.n_routed_experts and not self.num_experts_per_tok:
-            raise ValueError(f"num_experts_per_tok=0 of n_routed_experts={self.n_routed_experts} leave out all experts")
         return self
 
     @property

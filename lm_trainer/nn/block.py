@@ -43,7 +43,7 @@ class Block(nnx.Module):
         self.attention = build_mixer(spec.mixer, dim, init=init)
         self.attention_post_norm = make_norm(spec.post_norm, axis, init=init)
         has_mlp = spec.mlp is not None
-        self.mlp_pre_norm = make_norm(spec.pre_norm if has_mlp and not spec.shared_norm else None, axis, init=init)
+        self.mlp_pre_norm = make_norm(spec.mlp_pre_norm, axis, init=init)
         self.mlp = _make_mlp(spec.mlp, dim, init=init)
         self.mlp_post_norm = make_norm(spec.post_norm if has_mlp else None, axis, init=init)
         self.output_scale = init.constant({"latent": 1}, 1.0) if spec.output_scale else None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from lm_trainer.nn.spec import Activation
+    from lm_trainer.nn.spec import Activation, NormSpec
 
 BalanceScope = Literal["microbatch", "batch", "row"]
 """Tokens over which a load-balancing loss takes the load of an expert; see `lm_trainer.nn.router`."""
@@ -40,6 +40,8 @@ class RouterSpec:
     """Normalize the weights of a token's experts so that they sum to 1."""
     scale: float | None = None
     """Factor of the weights, after their normalization."""
+    expert_scale: bool = False
+    """Multiply the weight of each expert by a learned number, initially 1, after its normalization."""
     groups: ExpertGroupsSpec | None = None
     logit_bias: bool = False
     """Add a trained bias to the logits."""
@@ -73,6 +75,19 @@ class ClampedGluSpec:
     limit: float = 7.0
 
 
+@dataclass(frozen=True)
+class BranchNormSpec:
+    """Separate norms for the parts of a mixture of experts, which replace the norm before it. They read the same
+    stream.
+    """
+
+    router: NormSpec
+    """Norm of the input of the router."""
+    experts: NormSpec
+    """Norms of the input and of the result of the experts, and of the input and of the result of the shared expert,
+    each with a gain of its own."""
+
+
 ExpertKernel = Literal["auto", "dense", "grouped", "ragged_dot"]
 """Computation of the experts. `dense`: every expert for every token; `grouped`: only the selected experts, with a
 kernel for grouped products; `ragged_dot`: the same with XLA's product; `auto`: `grouped` if there is a kernel for the
@@ -101,6 +116,8 @@ class MoeSpec:
     weighs_inputs: bool = False
     """Multiply the input of an expert by its weight, instead of its result. Only without `bias`."""
     shared: SharedExpertSpec | None = None
+    branch_norm: BranchNormSpec | None = None
+    """None: the router, the experts and the shared expert read the same normalized input."""
     kernel: ExpertKernel | None = None
     """None: `ragged_dot` on TPUs, `dense` elsewhere."""
 

@@ -25,6 +25,7 @@ from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import ACTIVATIONS
 from lm_trainer.nn.lora_weights import WeightLora, read_adapted
 from lm_trainer.nn.mlp import Mlp
+from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.read import read
 from lm_trainer.nn.router import (
     LoadParam,
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 class Moe(nnx.Module):
     """Computes all selected experts of every token (no capacity limit, no dropped tokens), and adds their results,
     weighted by the router.
+
+    With norms of its own, its input is the residual stream.
     """
 
     def __init__(self, spec: MoeSpec, dim: int, *, init: Initializer):
@@ -67,6 +70,13 @@ class Moe(nnx.Module):
         self.gate_bias = init.constant(inner, 0.0) if spec.bias else None
         self.up_bias = init.constant(inner, 0.0) if spec.bias else None
         self.down_bias = init.constant(outer, 0.0, residual=True) if spec.bias else None
+        self.expert_scale = init.constant(experts, 1.0) if spec.router.expert_scale else None
+        norms = spec.branch_norm
+        axis = {"embed": dim}
+        self.router_norm = make_norm(None if norms is None else norms.router, axis, init=init)
+        self.pre_norm, self.post_norm, self.shared_pre_norm, self.shared_post_norm = (
+            make_norm(None if norms is None else norms.experts, axis, init=init) for _ in range(4)
+        )
         self.remove_adapter()
 
     def remove_adapter(self) -> None:
@@ -84,7 +94,7 @@ class Moe(nnx.Module):
         # The columns of the router are sharded like their experts, but a token chooses among all experts.
         router_DE = all_gather(read(self.router), "expert", 1)
         # In float32, because rounding would change the selected experts (Fedus et al. 2021, section 2.4).
-        logits_ME = x_MD.astype(jnp.float32) @ router_DE.astype(jnp.float32)
+        logits_ME = self.router_norm(x_MD.astype(jnp.float32)) @ router_DE.astype(jnp.float32)
         if self.router_bias is not None:
             logits_ME = logits_ME + all_gather(read(self.router_bias), "expert", 0).astype(jnp.float32)[None, :]
         scores_ME = compute_scores(spec.router, logits_ME)
@@ -98,12 +108,22 @@ class Moe(nnx.Module):
             (scores_ME,),
             () if bias_E is None else (bias_E,),
         )
-        y_MD = self._mix_experts(x_MD, experts_MK, weights_MK)
+        weights_MK = self._scale_weights(weights_MK, experts_MK)
+        y_MD = self.post_norm(self._mix_experts(self.pre_norm(x_MD), experts_MK, weights_MK))
         if self.shared is not None:
-            y_MD = y_MD + self.shared(x_MD)
+            y_MD = y_MD + self.shared_post_norm(self.shared(self.shared_pre_norm(x_MD)))
         values = RouterValues(logits_ME, scores_ME, experts_MK, valid_BS, load_E)
         stats = compute_stats(spec, values, tuple(x_E for x_E in (bias_E, load_E) if x_E is not None))
         return y_MD.reshape(x_BSD.shape), stats
+
+    def _scale_weights(self, weights_MK: jax.Array, experts_MK: jax.Array) -> jax.Array:
+        """Multiplies the weight of each expert by its learned number."""
+        if self.expert_scale is None:
+            return weights_MK
+        scale_E = all_gather(read(self.expert_scale), "expert", 0).astype(jnp.float32)
+        # A comparison instead of a gather, whose gradient would be a scatter.
+        chosen_MKE = experts_MK[:, :, None] == jnp.arange(self.spec.num_experts)[None, None, :]
+        return weights_MK * jnp.sum(jnp.where(chosen_MKE, scale_E[None, None, :], 0.0), axis=-1)
 
     def _mix_experts(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
         """Adds the results of the experts of each token, weighted by the router.

@@ -230,6 +230,12 @@ class BlockSpec:
         return self.mixer
 
     @property
+    def mlp_pre_norm(self) -> NormSpec | None:
+        """The norm of the MLP's input; None if there is none, or only the mixer's, or if the MLP has norms inside."""
+        normalizes_inside = isinstance(self.mlp, MoeSpec) and self.mlp.branch_norm is not None
+        return None if self.mlp is None or self.shared_norm or normalizes_inside else self.pre_norm
+
+    @property
     def has_experts(self) -> bool:
         """True if the layer has a mixture of experts instead of the MLP."""
         return isinstance(self.mlp, MoeSpec)

@@ -312,7 +312,7 @@ def _block_parameters(block: BlockSpec, hidden: int) -> int:
     mixers = [block.mixer] if block.cross is None else [block.mixer, block.cross]
     parts = sum(count_mixer(mixer, hidden, 1).parameters for mixer in mixers)
     sublayers = len(mixers) + (block.mlp is not None)
-    pre_norms = (sublayers - block.shared_norm) * norm_parameters(block.pre_norm, hidden)
+    pre_norms = len(mixers) * norm_parameters(block.pre_norm, hidden) + norm_parameters(block.mlp_pre_norm, hidden)
     post_norms = sublayers * norm_parameters(block.post_norm, hidden)
     return parts + _mlp_parameters(block.mlp, hidden) + pre_norms + post_norms + block.output_scale
 
@@ -322,14 +322,21 @@ def _mlp_parameters(spec: MlpSpec | MoeSpec | None, hidden: int) -> int:
         return 0
     if isinstance(spec, MoeSpec):
         # A column of the router for each expert.
-        experts = spec.num_experts * (hidden + _expert_parameters(spec, hidden))
-        return experts + spec.num_experts * spec.router.logit_bias + _num_shared_weights(spec.shared, hidden)
+        router = spec.num_experts * (hidden + spec.router.logit_bias + spec.router.expert_scale)
+        experts = spec.num_experts * _expert_parameters(spec, hidden)
+        return router + experts + _num_shared_weights(spec.shared, hidden) + _branch_norm_parameters(spec, hidden)
     if spec.module is not None:
         return count_part(spec, hidden).total
     # Up, down, and the optional gate.
     weights = (2 + spec.gated) * hidden * spec.hidden_dim
     biases = (1 + spec.gated) * spec.hidden_dim + hidden if spec.bias else 0
     return weights + biases + _activation_parameters(spec)
+
+
+def _branch_norm_parameters(spec: MoeSpec, hidden: int) -> int:
+    if spec.branch_norm is None:
+        return 0
+    return norm_parameters(spec.branch_norm.router, hidden) + 4 * norm_parameters(spec.branch_norm.experts, hidden)
 
 
 def _expert_parameters(spec: MoeSpec, hidden: int) -> int:

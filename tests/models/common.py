@@ -247,6 +247,9 @@ TINY: dict[str, AnyModel] = {
         sliding_window=4,
         sliding_window_pattern=2,
         final_logit_softcapping=2.0,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_dim=20,
     ),
 }
 

@@ -56,6 +56,8 @@ DELTA = {"initializer_range": 0.1, "num_hidden_layers": 2, "head_dim": 12,
          "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
          "linear_key_head_dim": 6, "linear_value_head_dim": 8}  # fmt: skip
 
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
+
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
     "llama": (
         "Llama",
@@ -97,12 +99,13 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
     "gemma4_text": (
         "Gemma4Text",
         {**SHARED, "num_hidden_layers": 4, "head_dim": 12, "global_head_dim": 16, "num_global_key_value_heads": 1,
-         "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "sliding_window": WINDOW,
+         "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "sliding_window": WINDOW, **GEMMA4_EXPERTS,
          "layer_types": ["sliding_attention", "full_attention"] * 2,
          "rope_parameters": {"full_attention": PROPORTIONAL, "sliding_attention": PLAIN}},
         [{"global_head_dim": 8}, {"num_global_key_value_heads": 2}, {"attention_k_eq_v": False}, {"sliding_window": 8},
          {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]}, {"final_logit_softcapping": 1.0},
          {"rms_norm_eps": 0.1}, {"hidden_activation": "relu"}, {"num_key_value_heads": 4},
+         {"enable_moe_block": False}, {"top_k_experts": 1}, {"moe_intermediate_size": 20},
          {"rope_parameters": {"full_attention": {**PROPORTIONAL, "partial_rotary_factor": 1.0},
                               "sliding_attention": PLAIN}},
          {"rope_parameters": {"full_attention": {**PROPORTIONAL, "factor": 4.0}, "sliding_attention": PLAIN}},

@@ -79,6 +79,10 @@ OTHER: dict[str, Any] = {
 }
 """A valid value that is not the tiny configuration's, where doubling or negating does not give one."""
 NOT_IN_THE_SPEC = {"type", "cross_entropy_block_size", "reference_checkpoint"}
+GEMMA4_26B = Gemma4Config(
+    hidden_dim=2816, intermediate_dim=2112, num_layers=30, num_heads=16, num_kv_heads=8, num_global_kv_heads=2,
+    n_routed_experts=128, num_experts_per_tok=8, moe_intermediate_dim=704,
+)  # fmt: skip
 
 
 def another(name: str, value: Any) -> Any:
@@ -146,6 +150,7 @@ def test_defaults_are_llama_2_7b():
         (Granite4Config(), 100352, 6_939_037_248),
         # transformers has 60 fewer parameters, because the factors of the layers are buffers there.
         (Gemma4Config(), 262144, 30_697_345_340),
+        (GEMMA4_26B, 262144, 25_233_141_790),
         (Qwen35Config(), 248320, 26_895_998_464),
         (Qwen35MoeConfig(), 248320, 34_660_610_688),
         (Llama4Config(), 202048, 107_769_861_120),
@@ -153,8 +158,8 @@ def test_defaults_are_llama_2_7b():
     ],
     ids=["Mistral 7B", "Llama 3 8B", "Gemma 2 2B", "Qwen3 0.6B", "SmolLM3 3B", "StarCoder2 3B", "R7B", "GLM-4 9B",
          "Seed-OSS 36B", "nanochat d20", "MiniCPM3 4B", "DeepSeek-V3", "DeepSeek-V2 Lite", "Mamba 2 2.7B",
-         "gpt-oss 20B", "gpt-oss 120B", "Granite 4 H Tiny", "Gemma 4 31B", "Qwen3.5 27B", "Qwen3.5 35B A3B",
-         "Llama 4 Scout", "Llama 4 Maverick"],
+         "gpt-oss 20B", "gpt-oss 120B", "Granite 4 H Tiny", "Gemma 4 31B", "Gemma 4 26B A4B", "Qwen3.5 27B",
+         "Qwen3.5 35B A3B", "Llama 4 Scout", "Llama 4 Maverick"],
 )  # fmt: skip
 def test_published_sizes(config, vocab_size, parameters):
     assert parameter_count(config.spec(vocab_size)) == parameters

@@ -196,7 +196,7 @@ def test_a_tied_head_may_be_repeated_but_not_differ(make_hf_model):
             "num_kv_shared_layers=2 is not supported: the family has no layers",
         ),
         ("gemma4_text", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input=8 is not supported"),
-        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block=True is not supported"),
+        ("gemma4_text", {"num_experts": None}, "enable_moe_block=True without num_experts"),
         ("gemma4_text", {"per_layer_config": {"1": {"head_dim": 16}}}, "per_layer_config is not supported, except for"),
         ("granitemoehybrid", {"hidden_act": "relu"}, "hidden_act=.relu. is not supported, only .silu."),
         ("granitemoehybrid", {"mamba_expand": 3}, "mamba_n_heads=4 of mamba_d_head=16 are not mamba_expand=3 times"),
