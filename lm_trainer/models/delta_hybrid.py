@@ -8,7 +8,17 @@ from pydantic import Field, model_validator
 
 from lm_trainer.models.hf_table import HfField, HfTensor, linear_tensors
 from lm_trainer.models.rope import AnyRope, DefaultRope, fraction_from_hf, fraction_to_hf, rope_from_hf
-from lm_trainer.models.rotary import BLOCK, LAYER, RotaryConfig, common_fields_to_hf, heads_from_hf
+from lm_trainer.models.rotary import (
+    BLOCK,
+    EMBEDDING,
+    HEAD,
+    LAYER,
+    PRE_NORMS,
+    QK_NORM,
+    RotaryConfig,
+    common_fields_to_hf,
+    heads_from_hf,
+)
 from lm_trainer.nn.mixer_spec import DeltaSpec
 from lm_trainer.nn.spec import AttentionSpec, NormSpec, QkNormSpec
 
@@ -23,8 +33,7 @@ DELTA_FIELDS = (
     HfField("linear_value_head_dim", "linear_value_head_dim", 128),
     HfField("linear_conv_kernel_dim", "linear_conv_width", 4),
 )
-# Without the linear maps of the inputs, in which the families differ.
-DELTA_TENSORS = (
+_DELTA_TENSORS = (
     HfTensor(f"{DELTA}.conv1d.weight", tuple(f"{BLOCK}.attention.{name}_conv.weight" for name in "qkv"), reversed=True),
     HfTensor(f"{DELTA}.dt_bias", (f"{BLOCK}.attention.dt_bias",)),
     HfTensor(f"{DELTA}.A_log", (f"{BLOCK}.attention.a_log",)),
@@ -32,12 +41,20 @@ DELTA_TENSORS = (
     *linear_tensors(f"{DELTA}.out_proj", f"{BLOCK}.attention.readout"),
 )
 # In the file, each head of queries is followed by its gate.
-GATED_ATTENTION = (
+_GATED_ATTENTION = (
     *linear_tensors(f"{LAYER}.self_attn.q_proj", f"{BLOCK}.attention.q", f"{BLOCK}.attention.gate", interleaved=True),
     *linear_tensors(f"{LAYER}.self_attn.k_proj", f"{BLOCK}.attention.k"),
     *linear_tensors(f"{LAYER}.self_attn.v_proj", f"{BLOCK}.attention.v"),
     *linear_tensors(f"{LAYER}.self_attn.o_proj", f"{BLOCK}.attention.out"),
 )
+MULTI_TOKEN = r"mtp\..*"
+"""Tensors of the module that predicts several tokens, which transformers leaves out too."""
+
+
+def hybrid_tensors(*linear_maps: HfTensor) -> tuple[HfTensor, ...]:
+    """Lists all tensors but the MLPs'. The families differ in the linear maps of Gated DeltaNet's input."""
+    shared = (*EMBEDDING, HEAD, *PRE_NORMS, *_GATED_ATTENTION, *QK_NORM)
+    return (*shared, *linear_maps, *_DELTA_TENSORS)
 
 
 class DeltaHybridConfig(RotaryConfig):

@@ -10,45 +10,28 @@ from pydantic import Field
 from lm_trainer.models.delta_hybrid import (
     DELTA,
     DELTA_FIELDS,
-    DELTA_TENSORS,
-    GATED_ATTENTION,
+    MULTI_TOKEN,
     DeltaHybridConfig,
     hybrid_from_hf,
+    hybrid_tensors,
     hybrid_to_hf,
 )
 from lm_trainer.models.experts import GroupedExpertsConfig, expert_tensors, shared_expert_tensors
 from lm_trainer.models.hf_table import HfFamily, HfField, linear_tensors
-from lm_trainer.models.rotary import (
-    BLOCK,
-    EMBEDDING,
-    HEAD,
-    LAYER,
-    MLP,
-    PRE_NORMS,
-    QK_NORM,
-    TIED,
-    hf_fields_of_one_activation,
-)
+from lm_trainer.models.rotary import BLOCK, HEAD, LAYER, MLP, TIED, hf_fields_of_one_activation
 from lm_trainer.nn.expert_spec import RouterSpec, SharedExpertSpec
 from lm_trainer.nn.spec import BlockSpec, DecoderSpec
 
-_TENSORS = (
-    *EMBEDDING,
-    HEAD,
-    *PRE_NORMS,
-    *GATED_ATTENTION,
-    *QK_NORM,
+_TENSORS = hybrid_tensors(
     *linear_tensors(f"{DELTA}.in_proj_qkv", *(f"{BLOCK}.attention.{name}_in" for name in "qkv")),
     *linear_tensors(f"{DELTA}.in_proj_z", f"{BLOCK}.attention.z_in"),
     *linear_tensors(f"{DELTA}.in_proj_b", f"{BLOCK}.attention.b_in"),
     *linear_tensors(f"{DELTA}.in_proj_a", f"{BLOCK}.attention.a_in"),
-    *DELTA_TENSORS,
 )
 # `attn_output_gate` is in published files; transformers itself does not read it.
 _FIXED = {"attention_bias": False, "hidden_act": "silu", "attn_output_gate": True}
-# The module that predicts several tokens, which transformers leaves out too, and the dtype of states in other programs.
+# Settings of the module that predicts several tokens, and the dtype of states in other programs.
 _READ_ONLY = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
-_MULTI_TOKEN = r"mtp\..*"
 
 
 def _expert_fields(**defaults: Any) -> tuple[HfField, ...]:
@@ -82,7 +65,7 @@ class Qwen35Config(DeltaHybridConfig):
         read_only=_READ_ONLY,
         computed_from_hf=lambda hf: hybrid_from_hf(hf, kv_heads=4),
         computed_to_hf=hybrid_to_hf,
-        ignored=_MULTI_TOKEN,
+        ignored=MULTI_TOKEN,
         tied=TIED,
     )
     separate_maps: ClassVar[bool] = True
@@ -139,7 +122,7 @@ class Qwen35MoeConfig(DeltaHybridConfig, GroupedExpertsConfig):
         read_only=("intermediate_size", *_READ_ONLY),
         computed_from_hf=lambda hf: hybrid_from_hf(hf, kv_heads=2),
         computed_to_hf=hybrid_to_hf,
-        ignored=_MULTI_TOKEN,
+        ignored=MULTI_TOKEN,
         tied=TIED,
     )
     separate_maps: ClassVar[bool] = True

@@ -10,26 +10,16 @@ from pydantic import Field, model_validator
 from lm_trainer.models.delta_hybrid import (
     DELTA,
     DELTA_FIELDS,
-    DELTA_TENSORS,
-    GATED_ATTENTION,
+    MULTI_TOKEN,
     DeltaHybridConfig,
     hybrid_from_hf,
+    hybrid_tensors,
     hybrid_to_hf,
 )
 from lm_trainer.models.experts import GroupedExpertsConfig, expert_tensors, shared_expert_tensors
 from lm_trainer.models.hf_table import HfFamily, HfField, linear_tensors
 from lm_trainer.models.qwen_moe import check_layers_exist, dense_layers
-from lm_trainer.models.rotary import (
-    BLOCK,
-    EMBEDDING,
-    HEAD,
-    LAYER,
-    MLP,
-    PRE_NORMS,
-    QK_NORM,
-    TIED,
-    hf_fields_of_one_activation,
-)
+from lm_trainer.models.rotary import BLOCK, HEAD, LAYER, MLP, TIED, hf_fields_of_one_activation
 from lm_trainer.nn.expert_spec import RouterSpec, SharedExpertSpec
 from lm_trainer.nn.spec import BlockSpec, DecoderSpec
 
@@ -67,14 +57,10 @@ class Qwen3NextConfig(DeltaHybridConfig, GroupedExpertsConfig):
             HfField("router_aux_loss_coef", "lbl_coef", 0.001),
         ),
         tensors=(
-            *EMBEDDING,
-            HEAD,
-            *PRE_NORMS,
-            *GATED_ATTENTION,
-            *QK_NORM,
-            *linear_tensors(f"{DELTA}.in_proj_qkvz", f"{BLOCK}.attention.qkvz"),
-            *linear_tensors(f"{DELTA}.in_proj_ba", f"{BLOCK}.attention.ba"),
-            *DELTA_TENSORS,
+            *hybrid_tensors(
+                *linear_tensors(f"{DELTA}.in_proj_qkvz", f"{BLOCK}.attention.qkvz"),
+                *linear_tensors(f"{DELTA}.in_proj_ba", f"{BLOCK}.attention.ba"),
+            ),
             *MLP,
             *expert_tensors(f"{LAYER}.mlp.gate", f"{LAYER}.mlp.experts"),
             *shared_expert_tensors(f"{LAYER}.mlp.shared_expert", f"{LAYER}.mlp.shared_expert_gate"),
@@ -86,8 +72,7 @@ class Qwen3NextConfig(DeltaHybridConfig, GroupedExpertsConfig):
         inert={"attention_dropout": 0.0},
         computed_from_hf=_from_hf,
         computed_to_hf=_to_hf,
-        # The module for the prediction of several tokens, which transformers leaves out too.
-        ignored=r"mtp\..*",
+        ignored=MULTI_TOKEN,
         tied=TIED,
     )
 

@@ -34,6 +34,7 @@ from lm_trainer.nn.router import (
     compute_scores,
     compute_stats,
     select_experts,
+    take_values,
 )
 from lm_trainer.nn.spec import MlpSpec
 from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size
@@ -108,22 +109,15 @@ class Moe(nnx.Module):
             (scores_ME,),
             () if bias_E is None else (bias_E,),
         )
-        weights_MK = self._scale_weights(weights_MK, experts_MK)
+        if self.expert_scale is not None:
+            scale_E = all_gather(read(self.expert_scale), "expert", 0).astype(jnp.float32)
+            weights_MK = weights_MK * take_values(scale_E[None, :], experts_MK)
         y_MD = self.post_norm(self._mix_experts(self.pre_norm(x_MD), experts_MK, weights_MK))
         if self.shared is not None:
             y_MD = y_MD + self.shared_post_norm(self.shared(self.shared_pre_norm(x_MD)))
         values = RouterValues(logits_ME, scores_ME, experts_MK, valid_BS, load_E)
         stats = compute_stats(spec, values, tuple(x_E for x_E in (bias_E, load_E) if x_E is not None))
         return y_MD.reshape(x_BSD.shape), stats
-
-    def _scale_weights(self, weights_MK: jax.Array, experts_MK: jax.Array) -> jax.Array:
-        """Multiplies the weight of each expert by its learned number."""
-        if self.expert_scale is None:
-            return weights_MK
-        scale_E = all_gather(read(self.expert_scale), "expert", 0).astype(jnp.float32)
-        # A comparison instead of a gather, whose gradient would be a scatter.
-        chosen_MKE = experts_MK[:, :, None] == jnp.arange(self.spec.num_experts)[None, None, :]
-        return weights_MK * jnp.sum(jnp.where(chosen_MKE, scale_E[None, None, :], 0.0), axis=-1)
 
     def _mix_experts(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
         """Adds the results of the experts of each token, weighted by the router.

@@ -89,12 +89,17 @@ def select_experts(spec: MoeSpec, scores_ME: jax.Array, bias_E: jax.Array | None
         if router.groups is not None:
             choice_ME = _keep_best_groups(router.groups, choice_ME)
         experts_MK = jax.lax.top_k(choice_ME, spec.top_k)[1]
-        # A comparison instead of a gather, whose gradient would be a scatter.
-        chosen_MKE = experts_MK[:, :, None] == jnp.arange(spec.num_experts)[None, None, :]
-        weights_MK = jnp.sum(jnp.where(chosen_MKE, scores_ME[:, None, :], 0.0), axis=-1)
+        weights_MK = take_values(scores_ME, experts_MK)
     if router.renormalize:
         weights_MK = weights_MK * (1.0 / jnp.sum(weights_MK, axis=-1, keepdims=True))
     return Routing(weights_MK if router.scale is None else weights_MK * router.scale, experts_MK)
+
+
+def take_values(values_ME: jax.Array, experts_MK: jax.Array) -> jax.Array:
+    """Returns the values of the experts of each token, [M, K]. With one row, all tokens have the same values."""
+    # A comparison instead of a gather, whose gradient would be a scatter.
+    chosen_MKE = experts_MK[:, :, None] == jnp.arange(values_ME.shape[1])[None, None, :]
+    return jnp.sum(jnp.where(chosen_MKE, values_ME[:, None, :], 0.0), axis=-1)
 
 
 def _keep_best_groups(groups: ExpertGroupsSpec, choice_ME: jax.Array) -> jax.Array:
