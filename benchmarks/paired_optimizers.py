@@ -3,8 +3,8 @@
     python -m benchmarks.paired_optimizers --results benchmarks/results/2-core-epyc
 
 Writes paired_optimizers.md and paired_optimizers.json. The runs of a pair have the same seed, initial weights and
-batches, bit for bit, and differ in the optimizer alone. The learning rate of each optimizer is chosen at the smallest
-size with a seed that no pair uses. A repeated command continues with what is missing in the JSON file.
+batches, bit for bit, and differ in the optimizer alone. The learning rate of each optimizer is chosen at each size
+with a seed that no pair uses. A repeated command continues with what is missing in the JSON file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WIDTHS, HEAD_DIM, LAYERS = (32, 64, 128), 16, 2
 BASELINE = "adam"
 TUNING_SEED = 1000
 COARSE = (-2, 0, 2, 4, 6)
-"""Powers of two, times the default of the optimizer, that are tried as learning rates first."""
+"""Powers of two, times the default of the optimizer, that are tried as learning rates at the smallest width first."""
 LEVEL = 0.95
 
 Train = Callable[[float, int], float]
@@ -98,13 +98,19 @@ def peak_schedule(setup: TrainingSetup, rate: float, steps: int) -> Callable[[in
     return optimizer.model_copy(update={"learning_rate": rate}).schedule(steps)
 
 
-def choose_rate(train: Train, default: float) -> tuple[float, float]:
-    """Returns the best of the rates tried, and its loss: first factors of four, then factors of two around the best."""
-    losses = {power: train(default * 2.0**power, TUNING_SEED) for power in COARSE}
-    best = min(losses, key=losses.__getitem__)
-    losses |= {power: train(default * 2.0**power, TUNING_SEED) for power in (best - 1, best + 1)}
-    best = min(losses, key=losses.__getitem__)
-    return default * 2.0**best, losses[best]
+def choose_rate(train: Train, start: float, factors: Sequence[int]) -> float:
+    """Returns the rate with the lowest loss, whose half and double were tried too.
+
+    `factors` are powers of two, times `start`, that are tried first. From the best of them, the search goes on in
+    factors of two to where the loss rises.
+    """
+    losses = {power: train(start * 2.0**power, TUNING_SEED) for power in factors}
+    while True:
+        best = min(losses, key=losses.__getitem__)
+        missing = {best - 1, best + 1} - losses.keys()
+        if not missing:
+            return start * 2.0**best
+        losses |= {power: train(start * 2.0**power, TUNING_SEED) for power in missing}
 
 
 def difference(losses: Sequence[float], baseline: Sequence[float]) -> tuple[float, float]:
@@ -116,7 +122,7 @@ def difference(losses: Sequence[float], baseline: Sequence[float]) -> tuple[floa
 
 def describe(options: argparse.Namespace, results: Mapping[str, Any], load_before: str) -> str:
     command = shlex.join(["python", "-m", "benchmarks.paired_optimizers", *sys.argv[1:]])
-    heads = ["optimizer", "peak rate", *(f"width {width}: loss" for width in WIDTHS)]
+    heads = ["optimizer", *(f"width {width}: rate" for width in WIDTHS), *(f"width {width}: loss" for width in WIDTHS)]
     heads += [f"width {width}: minus AdamW's" for width in WIDTHS]
     table = []
     for name, result in results.items():
@@ -125,7 +131,8 @@ def describe(options: argparse.Namespace, results: Mapping[str, Any], load_befor
         pairs = [difference(*both) for both in zip(losses, baselines, strict=True)]
         means = [f"{statistics.mean(x):.3f}" for x in losses]
         differences = ["-" if name == BASELINE else f"{mean:+.3f} ± {half:.3f}" for mean, half in pairs]
-        table.append([f"`{name}`", f"{result['rate']:.2g}", *means, *differences])
+        rates = [f"{result['rates'][str(width)]:.2g}" for width in WIDTHS]
+        table.append([f"`{name}`", *rates, *means, *differences])
     return "\n".join(
         [
             "# Optimizers in paired runs",
@@ -135,8 +142,8 @@ def describe(options: argparse.Namespace, results: Mapping[str, Any], load_befor
             f"A Llama of {LAYERS} layers and three widths trains for {options.steps} steps of {options.rows} rows",
             f"of {LENGTH} bytes of Python's language reference, with a warm-up of a tenth of the steps and the other",
             "defaults of the optimizer, such as its schedule. The loss is of held-out rows, in nats per byte. The",
-            "runs of a pair have the same initial weights and batches. The peak rate is the best of 7 at the smallest",
-            "width, in factors of two, with a seed that no pair uses. Differences are means over",
+            "runs of a pair have the same initial weights and batches. The peak rate is the best at each width, in",
+            "factors of two, with a seed that no pair uses. Differences are means over",
             f"{options.seeds} seeds with their {LEVEL:.0%} interval by Student's t; a negative one is a lower loss",
             "than AdamW's. The interval covers the seeds, not the choice of the rate, the model or the length of",
             "training.",
@@ -163,18 +170,19 @@ def main() -> None:
     if unknown := set(options.types or ()) - set(types):
         parser.error(f"--types: there is no {', '.join(sorted(unknown))}; there are {', '.join(types)}")
     for name in dict.fromkeys([BASELINE, *(options.types or types)]):
-        result = results.setdefault(name, {"losses": {}})
+        result = results.setdefault(name, {"losses": {}, "rates": {}})
+        default: Any = make_config(WIDTHS[0], {"type": name}, options.rows).optimizer
+        start, factors = default.learning_rate, COARSE
         for width in WIDTHS:
-            if str(width) in result["losses"]:
-                continue
-            train = build_training(width, {"type": name}, text, options.steps, options.rows)
-            if "rate" not in result:
-                default: Any = make_config(width, {"type": name}, options.rows).optimizer
-                result["rate"], _ = choose_rate(train, default.learning_rate)
-            losses = [train(result["rate"], seed) for seed in range(options.seeds)]
-            result["losses"][str(width)] = losses
-            print(name, width, f"{result['rate']:.2g}", " ".join(f"{x:.3f}" for x in losses), flush=True)
-            write_results(path, settings, results)
+            if str(width) not in result["losses"]:
+                train = build_training(width, {"type": name}, text, options.steps, options.rows)
+                rate = choose_rate(train, start, factors)
+                losses = [train(rate, seed) for seed in range(options.seeds)]
+                result["rates"][str(width)], result["losses"][str(width)] = rate, losses
+                print(name, width, f"{rate:.2g}", " ".join(f"{x:.3f}" for x in losses), flush=True)
+                write_results(path, settings, results)
+            # The best rate of a larger model is near that of the smaller one.
+            start, factors = result["rates"][str(width)], (0,)
     report = describe(options, results, load_before)
     if path is None:
         print(report)

@@ -2,15 +2,17 @@
 
     python -m benchmarks.transfer_sweep --results benchmarks/results/2-core-epyc
 
-Writes transfer_sweep.md with the best rate of each size, and transfer_sweep.svg with all losses. Widths vary at the
-depth of the base, and depths at its width. Each model trains on the bytes of the language reference included with
-Python; the loss is the mean over held-out text.
+Writes transfer_sweep.md with the best rate of each size, transfer_sweep.svg with all losses, and transfer_sweep.json.
+Widths vary at the depth of the base, and depths at its width. Each model trains on the bytes of the language reference
+included with Python; the loss is the mean over held-out text. A repeated command continues with what is missing in the
+JSON file.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import math
 import pydoc_data.topics
 from collections.abc import Callable, Mapping
@@ -22,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.saved_results import read_results, write_results
 from benchmarks.setting import describe_load, describe_setting, markdown_table
 from lm_trainer.core.batch import Batch
 from lm_trainer.plot.image import new_figure, write_figure
@@ -29,7 +32,7 @@ from lm_trainer.run.build.model import loss_function, trace_model
 from lm_trainer.run.config.run_config import RunConfig
 
 BASE = {"hidden_dim": 16, "intermediate_dim": 48, "num_heads": 1, "num_kv_heads": 1, "num_layers": 2}
-WIDTHS, DEPTHS = (1, 2, 4, 8), (1, 2, 4)
+WIDTHS, DEPTHS = (1, 2, 4, 8), (1, 4, 16)
 RATES = tuple(2.0**power for power in range(-9, -1))
 VOCAB, LENGTH, HELD_OUT = 256, 64, 64
 WARMUP = 0.1
@@ -209,18 +212,24 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="directory for the table and the picture")
     options = parser.parse_args()
     text, losses = read_rows(), {}
-    for kind in KINDS:
-        for size in SIZES:
+    settings = {name: getattr(options, name) for name in ("steps", "rows", "seeds")}
+    path = None if options.results is None else options.results / "transfer_sweep.json"
+    results = read_results(path, settings)
+    for kind, size in itertools.product(KINDS, SIZES):
+        name = f"{kind}, width x{size.width}, depth x{size.depth}"
+        if name not in results:
             train = build_training(kind, size, text, options.steps, options.rows)
             means = [np.mean([train(rate, seed) for seed in range(options.seeds)]) for rate in RATES]
-            losses[kind, size] = [float(mean) if math.isfinite(mean) else math.inf for mean in means]
-            print(kind, *size, " ".join(f"{mean:.3f}" for mean in means), flush=True)
+            results[name] = [float(mean) if math.isfinite(mean) else math.inf for mean in means]
+            write_results(path, settings, results)
+            print(name, " ".join(f"{mean:.3f}" for mean in means), flush=True)
+        losses[kind, size] = results[name]
     table = describe(losses, options)
-    if options.results is None:
+    if path is None:
         print(table)
         return
-    (options.results / "transfer_sweep.md").write_text(table, encoding="utf-8")
-    draw(losses, options.results / "transfer_sweep.svg")
+    path.with_suffix(".md").write_text(table, encoding="utf-8")
+    draw(losses, path.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

@@ -92,6 +92,8 @@ def keep_in_float8(
             return encode(x, block_exponents(x, *coding), *coding, jnp.zeros(x.shape, jnp.uint16))
 
         inner = rule.init(jax.tree.map(lambda p: p.astype(jnp.float32), weights))
+        # Most rules begin with zeros. XLA would encode them while it compiles, at ten million elements a minute.
+        inner = jax.lax.optimization_barrier(inner)
         return LowPrecisionState(jnp.zeros((), jnp.int32), jax.tree_util.tree_map_with_path(encode_leaf, inner))
 
     def update(

@@ -162,6 +162,14 @@ def test_arrays_like_large_weights_take_a_byte_and_one_for_each_block(member: ty
     assert not [x for _, x in arrays(state_dtype="float8") if x.dtype != jnp.uint8 and x.shape in shapes]
 
 
+def test_the_first_state_is_not_computed_by_the_compiler() -> None:
+    """XLA's evaluation of constants takes a minute for 10 million elements."""
+    like = {name: jax.ShapeDtypeStruct(param.shape, jnp.float32) for name, param in PARAMS.items()}
+    compiled = jax.jit(in_8_bits(AdamConfig()).build(PARAMS).init).lower(like).compile()
+    # The largest value of each block, in both averages of each large weight.
+    assert compiled.as_text().count(" reduce(") == 2 * len(LARGE)
+
+
 @pytest.mark.parametrize("member", ABLE, ids=lambda m: m().type)
 def test_every_field_of_squares_is_one_of_the_state(member: type[OptimizerConfig]) -> None:
     training = Run(member(max_grad_norm=None), PARAMS, compiled=False)
