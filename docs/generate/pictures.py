@@ -111,8 +111,11 @@ Draw = Callable[[Any, Any, dict[str, str]], None]
 """Draws on a figure and its axes, with the colours of a theme."""
 
 
-def save(name: str, draw: Draw, size: tuple[float, float] = (7.2, 3.4)) -> None:
-    """Draws a picture for each theme, and writes it without the date, so that the same data give the same file."""
+def save(name: str, draw: Draw, size: tuple[float, float] = (7.2, 3.4), *, columns: int = 1) -> None:
+    """Draws a picture for each theme, and writes it without the date, so that the same data give the same file.
+
+    With several columns, `draw` gets an array of axes with a common y axis.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -132,7 +135,7 @@ def save(name: str, draw: Draw, size: tuple[float, float] = (7.2, 3.4)) -> None:
         }
         with matplotlib.rc_context(style):
             figure = Figure(figsize=size, layout="constrained")
-            draw(figure, figure.subplots(), colors)
+            draw(figure, figure.subplots(1, columns, sharey=True), colors)
             PICTURES.mkdir(exist_ok=True)
             path = PICTURES / f"{name}-{theme}.svg"
             figure.savefig(path, transparent=True, metadata={"Date": None})
@@ -219,6 +222,29 @@ def ladder() -> None:
     save("ladder", draw)
 
 
+def transfer() -> None:
+    """Losses against learning rates for four widths, with the parametrizations `standard` and `completep`."""
+    from benchmarks.transfer_sweep import KINDS, RATES, WIDTHS
+
+    path = ROOT / "benchmarks/results/2-core-xeon/transfer_sweep.json"
+    results = json.loads(path.read_text(encoding="utf-8"))["results"]
+
+    def draw(_: Any, axes: Any, colors: dict[str, str]) -> None:
+        for axis, kind in zip(axes, KINDS, strict=True):
+            for color, width in zip(COLORS, WIDTHS, strict=False):
+                values = results[f"{kind}, width x{width}, depth x1"]
+                best = int(np.argmin(values))
+                axis.plot(RATES, values, "o-", color=color, markersize=4, label=f"{16 * width} wide")
+                axis.plot(RATES[best], values[best], "D", color=colors["ink"], markersize=6)
+            axis.set(title=kind, xlabel="peak learning rate")
+            axis.set_xscale("log", base=2)
+            axis.grid(alpha=0.4)
+        axes[0].set_ylabel("loss on held-out text (nats per byte)")
+        axes[0].legend(fontsize=8)
+
+    save("transfer", draw, columns=len(KINDS))
+
+
 def roofline() -> None:
     """The parts of a training step below the limits of this machine, as `lmt bench mfu --roofline` measures them."""
     path = WORK / "roofline.json"
@@ -288,7 +314,7 @@ def home() -> None:
     (PICTURES / "home.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-DRAWN = {function.__name__: function for function in (home, curves, tokens, ladder, roofline, diff)}
+DRAWN = {function.__name__: function for function in (home, curves, tokens, ladder, transfer, roofline, diff)}
 
 
 def main(names: Sequence[str]) -> None:

@@ -53,6 +53,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "text_config": {**TEXT, **DELTA, "rope_parameters": {**QWEN_ROPE, "mrope_section": [2, 1, 1]}},
         "vision_config": {**QWEN_VISION, "num_position_embeddings": 16},
     },
+    "Llama4": {
+        "text_config": {
+            **TEXT,
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0, 1, 0],
+            "attention_chunk_size": 7,
+            "floor_scale": 4,
+        },
+        "vision_config": {**VISION, "projector_input_dim": 16, "projector_output_dim": 16, "vision_output_dim": 16},
+    },
     "Mistral3": {
         "text_config": {**TEXT, "model_type": "mistral"},
         "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 8},
