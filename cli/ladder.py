@@ -11,6 +11,7 @@ from cli.ladder_compare import add_compare_commands
 from cli.ladder_file import load_ladder
 from cli.ladder_fit import add_commands
 from cli.ladder_mixture import add_mixture_command
+from cli.ladder_rate import add_rate_command
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -255,3 +256,4 @@ def metrics(
 add_commands(app)
 add_compare_commands(app)
 add_mixture_command(app)
+add_rate_command(app)

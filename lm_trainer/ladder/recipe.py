@@ -14,6 +14,7 @@ from lm_trainer.core.config import Config, or_instance_of
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import AnyPath, local_path
 from lm_trainer.ladder.picture import rate_plot
+from lm_trainer.ladder.rate_law import RateLaw
 from lm_trainer.optim import AdamConfig, AnyOptimizer
 from lm_trainer.optim.base import OptimizerConfig
 from lm_trainer.optim.schedule import Schedule
@@ -71,6 +72,11 @@ class RunConfigurator(Config):
     def configure_checkpoint_intervals(self, num_params: int, batch_size: int) -> list[tuple[int, str]]:
         """Returns (tokens, name) of every checkpoint of the ladder, in order."""
 
+    @property
+    def rate_follows_from_size(self) -> bool:
+        """Returns True if the learning rate depends on the number of parameters other than by length and batch."""
+        return True
+
     def configure_lr_scheduler(self, num_params: int, batch_size: int) -> Schedule:
         """Returns the learning rate as a function of the step."""
         steps = self.configure_duration(num_params, batch_size) // batch_size
@@ -113,6 +119,9 @@ class WSDSChinchillaRunConfigurator(RunConfigurator):
     """Number of tokens per parameter of a Chinchilla-optimal run."""
     lr_multiplier: PositiveFloat = 1.0
     """Factor that multiplies the learning rate."""
+    learning_rate_law: RateLaw | None = None
+    """Law of the learning rate in the tokens of a run and of a batch. `null`: a rate that follows from the number of
+    parameters alone."""
     stepped_schedule: bool = False
     """Lowers the peak of the period that ends at c times Chinchilla to 1 / sqrt(c) of the learning rate."""
     optimizer: AnyOptimizer = AdamConfig(skip_bad_steps=True)
@@ -144,9 +153,18 @@ class WSDSChinchillaRunConfigurator(RunConfigurator):
     def configure_duration(self, num_params: int, batch_size: int) -> int:
         return batch_size * self._num_steps(num_params, batch_size, self.chinchilla_multiple)
 
-    def learning_rate(self, num_params: int) -> float:
-        """Computes the peak learning rate: half the rate of Porian et al., which OLMo-core found to be better."""
+    def learning_rate(self, num_params: int, batch_size: int) -> float:
+        """Computes the peak learning rate. Without a law it is half the rate of Porian et al., which OLMo-core found to
+        be better.
+        """
+        if self.learning_rate_law is not None:
+            tokens = self.configure_duration(num_params, batch_size)
+            return self.learning_rate_law.rate(tokens, batch_size) * self.lr_multiplier
         return _REFERENCE_RATE * (num_params / _REFERENCE_PARAMS) ** (-1 / 3) / 2 * self.lr_multiplier
+
+    @property
+    def rate_follows_from_size(self) -> bool:
+        return self.learning_rate_law is None
 
     def periods(self, num_params: int, batch_size: int) -> tuple[Period, ...]:
         """Returns the periods of a run in whole steps. Decays are rounded up.
@@ -187,7 +205,7 @@ class WSDSChinchillaRunConfigurator(RunConfigurator):
         periods = self.periods(num_params, batch_size)
         values = {
             **self.optimizer.model_dump(mode="json"),
-            "learning_rate": self.learning_rate(num_params),
+            "learning_rate": self.learning_rate(num_params, batch_size),
             "lr_schedule": "linear",
             "min_lr_ratio": 0.0,
             "warmup": self.warmup(num_params, batch_size),

@@ -127,12 +127,12 @@ def run_config(
 
 
 def rung_optimizer(ladder: LadderConfig, size_spec: str, batch: int, vocab_size: int | None = None) -> OptimizerConfig:
-    """Returns the optimizer of a size with a batch in tokens. Its peak learning rate is the rate of the base, if
-    hyperparameters are transferred.
+    """Returns the optimizer of a size with a batch in tokens. If hyperparameters are transferred, its peak learning
+    rate is the rate of the base, or the rate of a law of tokens.
     """
     recipe = ladder.run_configurator
     optimizer = recipe.configure_optimizer(count_params(ladder, size_spec, vocab_size), batch)
-    if isinstance(ladder.parametrization, StandardConfig):
+    if isinstance(ladder.parametrization, StandardConfig) or not recipe.rate_follows_from_size:
         return optimizer
     base = ladder.parametrization.base_model(model_config(ladder, size_spec))
     base_params = count_model_params(base, vocab_size or vocab_size_of(ladder))

@@ -26,7 +26,7 @@ TAKE_BUCKETS = (
     f"branch --at 1 {URL}",
     *(f"bisect {command} {URL}" for command in ("runs", "runs x", "spike --step 1", "code --step 1")),
     f"without {URL}",
-    f"ladder mixture {URL}",
+    *(f"ladder {command} {URL}" for command in ("mixture", "rate")),
     f"prove --output x --key x {URL}",
     *(f"{command} {URL}" for command in ("chat", "eval", "generate", "export-hf", "export-hf x", "transcribe")),
 )

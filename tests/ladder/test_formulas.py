@@ -57,7 +57,7 @@ def test_sizes_and_formulas(size: str) -> None:
     assert parameter_count(spec) - 2 * VOCABULARY * spec.hidden_dim == pytest.approx(body, rel=1e-3)
     recipe = olmo_ladder.run_configurator
     assert recipe.configure_target_batch_size(num_params) == pytest.approx(batch, abs=1)
-    assert recipe.learning_rate(num_params) == pytest.approx(rate, rel=1e-6)
+    assert recipe.learning_rate(num_params, batch) == pytest.approx(rate, rel=1e-6)
     windows = [block.attention.window for block in spec.blocks[:4]]
     assert windows == [4096, 4096, 4096, None]
     assert spec.blocks[-1].attention.window is None
@@ -124,7 +124,8 @@ def test_any_optimizer(name: str) -> None:
     recipe = WSDSChinchillaRunConfigurator.model_validate({"chinchilla_multiple": 1, "optimizer": {"type": name}})
     optimizer = recipe.configure_optimizer(10**8, 2**18)
     assert optimizer.type == name  # pyright: ignore[reportAttributeAccessIssue]
-    assert optimizer.schedule(recipe.configure_duration(10**8, 2**18) // 2**18)(2000) == recipe.learning_rate(10**8)
+    schedule = optimizer.schedule(recipe.configure_duration(10**8, 2**18) // 2**18)
+    assert schedule(2000) == recipe.learning_rate(10**8, 2**18)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("ladder_*.yaml")), ids=lambda path: path.stem)
