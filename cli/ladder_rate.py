@@ -61,8 +61,8 @@ def rate(
         raise UserError(f"--level {level:g}: it has to be at least 0.5 and below 1, such as 0.9")
     if batch_size is not None and tokens is None:
         raise UserError("--batch-size: the predicted run also needs --tokens")
-    given = dict(zip(QUANTITIES, (tokens_exponent, batch_exponent), strict=True))
-    fixed = {name: exponent for name, exponent in given.items() if exponent is not None}
+    exponents = zip(QUANTITIES, (tokens_exponent, batch_exponent), strict=True)
+    fixed = {name: exponent for name, exponent in exponents if exponent is not None}
     fit = fit_rate_law(read_best_rates(runs, metric), fixed=fixed, level=level)
     point = None if tokens is None else (tokens, batch_size or fit.law.reference["batch_size"])
     if not as_json:

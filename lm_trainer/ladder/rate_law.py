@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import PositiveFloat, model_validator
 
 from lm_trainer.core.config import Config
 
@@ -27,7 +27,7 @@ class RateLaw(Config):
     (arXiv 2409.19913, arXiv 2603.28743)."""
     batch_size: PositiveFloat | None = None
     """Number of tokens of a batch of this run. Required with `batch_exponent`."""
-    batch_exponent: float = Field(default=0.0, ge=-2, le=2)
+    batch_exponent: float = 0.0
     """Exponent of the batch size: 0.5 for the square-root rule of Adam (Malladi et al. 2022, arXiv 2205.10287)."""
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ from lm_trainer.run.files.records import read_run_record, recorded_identity
 
 @dataclass(frozen=True)
 class RunValues:
-    """What a run was trained with, and what it reached."""
+    """Settings and results of a run."""
 
     name: str
     settings: Mapping[str, Any]
