@@ -181,7 +181,7 @@ def main() -> None:
                 result["rates"][str(width)], result["losses"][str(width)] = rate, losses
                 print(name, width, f"{rate:.2g}", " ".join(f"{x:.3f}" for x in losses), flush=True)
                 write_results(path, settings, results)
-            # The best rate of a larger model is near that of the smaller one.
+            # Best rates of neighbouring widths are close, so the search for the next one starts here.
             start, factors = result["rates"][str(width)], (0,)
     report = describe(options, results, load_before)
     if path is None:

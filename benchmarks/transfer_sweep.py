@@ -27,6 +27,7 @@ import optax
 from benchmarks.saved_results import read_results, write_results
 from benchmarks.setting import describe_load, describe_setting, markdown_table
 from lm_trainer.core.batch import Batch
+from lm_trainer.ladder.fit.rate import parabola_minimum
 from lm_trainer.plot.image import new_figure, write_figure
 from lm_trainer.run.build.model import loss_function, trace_model
 from lm_trainer.run.config.run_config import RunConfig
@@ -128,8 +129,7 @@ def best_rate(losses: list[float]) -> float:
     low, high = index - 1, index + 1
     if low < 0 or high >= len(losses) or not np.isfinite(losses[high]):
         return math.log2(RATES[index])
-    a, b, c = losses[low], losses[index], losses[high]
-    return math.log2(RATES[index]) + 0.5 * (a - c) / (a - 2 * b + c)
+    return math.log2(parabola_minimum(RATES[low : high + 1], losses[low : high + 1]))
 
 
 def describe(losses: Losses, options: argparse.Namespace) -> str:

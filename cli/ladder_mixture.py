@@ -48,9 +48,9 @@ def mixture(
 
     from lm_trainer.ladder.fit.mixture import find_best_mixture, fit_mixture, left_out_errors, parse_weights
     from lm_trainer.ladder.fit.mixture_runs import read_mixture_runs
+    from lm_trainer.ladder.fit.settings import check_level
 
-    if not 0.5 <= level < 1:
-        raise UserError(f"--level {level:g}: it has to be at least 0.5 and below 1, such as 0.9")
+    check_level(level)
     proportions = None if weights is None else _parse(weights)
     fit = fit_mixture(read_mixture_runs(runs, metrics or ()), draws=draws, level=level)
     weights_M = None if proportions is None else parse_weights(fit, proportions, extrapolate=extrapolate)

@@ -29,7 +29,7 @@ def rate(
         typer.Option(
             "--batch-size",
             min=1,
-            help="Tokens of a batch of the predicted run. Default: their mean.",
+            help="Tokens of a batch of this run. Default: the mean of the runs.",
             show_default=False,
         ),
     ] = None,
@@ -56,9 +56,9 @@ def rate(
     import json
 
     from lm_trainer.ladder.fit.rate import QUANTITIES, fit_rate_law, read_best_rates
+    from lm_trainer.ladder.fit.settings import check_level
 
-    if not 0.5 <= level < 1:
-        raise UserError(f"--level {level:g}: it has to be at least 0.5 and below 1, such as 0.9")
+    check_level(level)
     if batch_size is not None and tokens is None:
         raise UserError("--batch-size: the predicted run also needs --tokens")
     exponents = zip(QUANTITIES, (tokens_exponent, batch_exponent), strict=True)

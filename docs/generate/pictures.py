@@ -224,7 +224,7 @@ def ladder() -> None:
 
 def transfer() -> None:
     """Losses against learning rates for four widths, with the parametrizations `standard` and `completep`."""
-    from benchmarks.transfer_sweep import KINDS, RATES, WIDTHS
+    from benchmarks.transfer_sweep import BASE, KINDS, RATES, WIDTHS
 
     path = ROOT / "benchmarks/results/2-core-xeon/transfer_sweep.json"
     results = json.loads(path.read_text(encoding="utf-8"))["results"]
@@ -234,7 +234,7 @@ def transfer() -> None:
             for color, width in zip(COLORS, WIDTHS, strict=False):
                 values = results[f"{kind}, width x{width}, depth x1"]
                 best = int(np.argmin(values))
-                axis.plot(RATES, values, "o-", color=color, markersize=4, label=f"{16 * width} wide")
+                axis.plot(RATES, values, "o-", color=color, markersize=4, label=f"{BASE['hidden_dim'] * width} wide")
                 axis.plot(RATES[best], values[best], "D", color=colors["ink"], markersize=6)
             axis.set(title=kind, xlabel="peak learning rate")
             axis.set_xscale("log", base=2)

@@ -8,10 +8,6 @@ from pydantic import PositiveFloat, model_validator
 
 from lm_trainer.core.config import Config
 
-DATA_EXPONENT = -0.32
-"""Exponent of the tokens that Bjorck et al. 2024 (arXiv 2409.19913) measured with AdamW, and HyperP (Ren et al. 2026,
-arXiv 2603.28743) with Muon on weights of constant norm."""
-
 
 class RateLaw(Config):
     """The best rate of a run of D tokens with a batch of B tokens is `learning_rate` (D / `tokens`)^`tokens_exponent`
@@ -22,9 +18,9 @@ class RateLaw(Config):
     """The best peak learning rate of a run of `tokens` with a batch of `batch_size`."""
     tokens: PositiveFloat
     """Number of tokens of this run."""
-    tokens_exponent: float = DATA_EXPONENT
-    """Exponent of the number of tokens. The default was measured with AdamW and with Muon on weights of constant norm
-    (arXiv 2409.19913, arXiv 2603.28743)."""
+    tokens_exponent: float = -0.32
+    """Exponent of the number of tokens. The default was measured with AdamW (Bjorck et al. 2024, arXiv 2409.19913) and
+    with Muon on weights of constant norm (HyperP, arXiv 2603.28743)."""
     batch_size: PositiveFloat | None = None
     """Number of tokens of a batch of this run. Required with `batch_exponent`."""
     batch_exponent: float = 0.0

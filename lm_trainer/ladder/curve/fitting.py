@@ -19,6 +19,7 @@ from lm_trainer.ladder.curve.areas import RatePlan, Windows
 from lm_trainer.ladder.curve.law import CurveDesign, CurveLaw
 from lm_trainer.ladder.curve.rungs import RungCurve
 from lm_trainer.ladder.fit.law import training_flops
+from lm_trainer.ladder.fit.settings import check_level
 
 _FEWEST_SIZES = 3
 _SIZE_CONSTANTS = 3
@@ -105,8 +106,7 @@ def fit_curves(
         UserError: if the curves do not determine the law and its band.
     """
     _check_curves(curves, notes)
-    if not 0.5 <= level < 1:
-        raise UserError(f"--level {level:g}: it has to be at least 0.5 and below 1, such as 0.9")
+    check_level(level)
     if draws < 20:
         raise UserError(f"--draws {draws}: a band needs at least 20")
     design = CurveDesign([c.plan for c in curves], [c.windows for c in curves])

@@ -117,9 +117,14 @@ def _find_best(tokens: int, batch_size: int, by_rate: Mapping[float, Sequence[fl
         side = "lower" if lowest == 0 else "higher"
         raise UserError(f"{group} have their lowest loss at an end of the rates {tried}; add runs with a {side} rate")
     around = slice(lowest - 1, lowest + 2)
-    square, linear, _ = np.polyfit(np.log(rates[around]), losses[around], 2)
-    best = math.exp(-linear / (2 * square))
+    best = parabola_minimum(rates[around], losses[around])
     return BestRate(tokens, batch_size, best, losses[lowest], sum(len(values) for values in by_rate.values()))
+
+
+def parabola_minimum(rates: Sequence[float], losses: Sequence[float]) -> float:
+    """Returns the rate at the minimum of the parabola through losses, as a function of the log of the rate."""
+    square, linear, _ = np.polyfit(np.log(rates), losses, 2)
+    return math.exp(-linear / (2 * square))
 
 
 def fit_rate_law(best: Sequence[BestRate], *, fixed: Mapping[str, float] | None = None, level: float = 0.9) -> RateFit:

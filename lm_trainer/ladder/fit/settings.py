@@ -36,8 +36,7 @@ class FitSettings:
             raise UserError(f"--method {self.method}: there are {', '.join(METHODS)}")
         if self.resample not in UNITS:
             raise UserError(f"--resample {self.resample}: there are {', '.join(UNITS)}")
-        if not 0.5 <= self.level < 1:
-            raise UserError(f"--level {self.level:g}: it has to be at least 0.5 and below 1, such as 0.9")
+        check_level(self.level)
         if self.draws < 50:
             raise UserError(f"--draws {self.draws}: quantiles need at least 50")
 
@@ -45,3 +44,13 @@ class FitSettings:
     def objective(self) -> Objective:
         """The objective of the fit."""
         return Objective(DELTA if self.method == "huber" else None)
+
+
+def check_level(level: float) -> None:
+    """Checks the confidence level of an interval.
+
+    Raises:
+        UserError: if it is below 0.5, or not below 1.
+    """
+    if not 0.5 <= level < 1:
+        raise UserError(f"--level {level:g}: it has to be at least 0.5 and below 1, such as 0.9")
