@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 from lm_trainer.core.nested_collectives import has_nested_collectives
+from lm_trainer.core.runtime import return_freed_memory
 from tests.compile_cache import read_program, write_program
 
 
@@ -177,6 +178,10 @@ MAPS = Path("/proc/self/maps")
 """One line for each piece of memory of this process; only Linux has it."""
 MOST_MAPS = 20_000
 """Linux gives a process 65,530, and one file of tests takes up to 30,000."""
+RESIDENT = Path("/proc/self/statm")
+"""The second number is this process' pages in memory; only Linux has it."""
+MOST_GROWTH = 2e9
+"""Bytes by which the memory of this process grows before it is freed. Three workers share a machine of 24 GB."""
 
 
 def free_programs(most: int = MOST_MAPS) -> None:
@@ -184,8 +189,39 @@ def free_programs(most: int = MOST_MAPS) -> None:
 
     Where Linux has no further piece for a program, XLA ends the process with a segmentation fault.
     """
-    if (jax := sys.modules.get("jax")) is None or not MAPS.exists():
+    if MAPS.exists() and len(MAPS.read_bytes().splitlines()) > most:
+        _free_programs()
+
+
+class _Memory:
+    """What this process held when its memory was last freed."""
+
+    least = 0
+
+
+def free_memory(most: float = MOST_GROWTH) -> None:
+    """Returns freed memory to the system, and frees compiled programs if that is too little.
+
+    A run in this process lets glibc keep all that is freed, and tests of large models free gigabytes. Where the system
+    has no memory left, it kills a worker in the middle of a test.
+
+    Args:
+        most: bytes by which memory may grow before.
+    """
+    if _resident() - _Memory.least <= most:
         return
-    if len(MAPS.read_bytes().splitlines()) > most:
+    return_freed_memory()
+    if _resident() - _Memory.least > most / 2:
+        _free_programs()
+        return_freed_memory()
+        _Memory.least = _resident()
+
+
+def _resident() -> int:
+    return int(RESIDENT.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if RESIDENT.exists() else 0
+
+
+def _free_programs() -> None:
+    if (jax := sys.modules.get("jax")) is not None:
         jax.clear_caches()
         gc.collect()  # runs keep their programs in reference cycles

@@ -18,7 +18,7 @@ import pytest
 
 from lm_trainer.core.runtime import available_cores
 from tests.compile_cache import open_cache, seal_cache
-from tests.compiling import compile_quickly, flags_of_processes, free_programs
+from tests.compiling import compile_quickly, flags_of_processes, free_memory, free_programs
 from tests.warm_lmt import IGNORED, WarmLmt, WarmProcess
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,6 +125,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    free_memory()
     if nextitem is None or nextitem.path != item.path:
         free_programs()
 
