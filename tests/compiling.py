@@ -208,16 +208,17 @@ def free_memory(most: float = MOST_GROWTH) -> None:
     Args:
         most: bytes by which memory may grow before.
     """
-    if _resident() - _Memory.least <= most:
+    if resident() - _Memory.least <= most:
         return
     return_freed_memory()
-    if _resident() - _Memory.least > most / 2:
+    if resident() - _Memory.least > most / 2:
         _free_programs()
         return_freed_memory()
-        _Memory.least = _resident()
+        _Memory.least = resident()
 
 
-def _resident() -> int:
+def resident() -> int:
+    """Returns the bytes of this process in memory, or 0 where the system does not tell."""
     return int(RESIDENT.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if RESIDENT.exists() else 0
 
 

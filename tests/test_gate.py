@@ -352,3 +352,25 @@ def test_a_record_says_what_ran(tmp_path: Path) -> None:
     written = record("a" * 40, tmp_path, everything=False)
     assert written["stages"] == {"static": {"seconds": 61}, "tests": {"seconds": 400, "passed": 4365, "skipped": 1}}
     assert (written["commit"], written["all"]) == ("a" * 40, False)
+
+
+FREES_MEMORY = """
+import numpy as np
+from lm_trainer.core.runtime import keep_freed_memory
+from tests.compiling import free_memory, resident
+
+assert keep_freed_memory()
+before = resident()
+arrays = [np.ones(1 << 24, np.uint8) for _ in range(32)]
+del arrays
+assert resident() - before > 500e6
+free_memory(most=600e6)
+assert resident() - before > 500e6
+free_memory(most=400e6)
+assert resident() - before < 100e6
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc can keep freed memory, and only Linux tells its size")
+def test_memory_that_a_worker_keeps_is_returned_when_it_has_grown() -> None:
+    subprocess.run([sys.executable, "-c", FREES_MEMORY], cwd=ROOT, check=True)
