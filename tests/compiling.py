@@ -194,9 +194,10 @@ def free_programs(most: int = MOST_MAPS) -> None:
 
 
 class _Memory:
-    """What this process held when its memory was last freed."""
+    """Memory of this process after it was last freed."""
 
-    least = 0
+    resident = 0
+    """Bytes; 0 before the first time."""
 
 
 def free_memory(most: float = MOST_GROWTH) -> None:
@@ -208,13 +209,13 @@ def free_memory(most: float = MOST_GROWTH) -> None:
     Args:
         most: bytes by which memory may grow before.
     """
-    if resident() - _Memory.least <= most:
+    if resident() - _Memory.resident <= most:
         return
     return_freed_memory()
-    if resident() - _Memory.least > most / 2:
+    if resident() - _Memory.resident > most / 2:
         _free_programs()
         return_freed_memory()
-        _Memory.least = resident()
+        _Memory.resident = resident()
 
 
 def resident() -> int:
