@@ -95,12 +95,21 @@ def _gemma4(draw: Draw) -> Fields:
         "enable_moe_block": True, "num_experts": 4, "top_k_experts": draw.one(1, 2, 3),
         "moe_intermediate_size": draw.one(20, 40),
     }  # fmt: skip
+    kinds = [*draw.pattern(layers, "sliding_attention")[:-1], "full_attention"]
+    # A layer can use keys of an earlier layer of its kind.
+    most_shared = max((shared for shared in range(layers) if {*kinds[: layers - shared]} == {*kinds}), default=0)
+    shared = draw.one(*range(most_shared + 1))
+    small = {
+        "num_kv_shared_layers": shared, "use_double_wide_mlp": draw.one(False, True),
+        # transformers needs embeddings of the layers where they share keys.
+        "hidden_size_per_layer_input": 6 if shared else draw.one(0, 6),
+        "vocab_size_per_layer_input": VOCAB,
+    }  # fmt: skip
     return {
         **_rename(fields, "hidden_act", "hidden_activation"), **draw.one({}, experts), "sliding_window": draw.window(),
         "global_head_dim": draw.one(8, 12, 16), "attention_k_eq_v": shared_values,
         "num_global_key_value_heads": draw.one(None, *(n for n in range(1, heads + 1) if heads % n == 0)),
-        "hidden_size_per_layer_input": 0, "final_logit_softcapping": draw.one(None, 1.0, 30.0),
-        "layer_types": [*draw.pattern(layers, "sliding_attention")[:-1], "full_attention"],
+        "final_logit_softcapping": draw.one(None, 1.0, 30.0), "layer_types": kinds, **small,
         "rope_parameters": {"full_attention": full, "sliding_attention": draw.rotary(scaled=False)},
     }  # fmt: skip
 

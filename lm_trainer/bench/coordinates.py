@@ -22,7 +22,6 @@ import optax
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.attention import make_context
-from lm_trainer.nn.stack import run_blocks
 from lm_trainer.optim.learning_rate import LearningRateConfig
 from lm_trainer.plot.image import new_figure, write_figure
 from lm_trainer.profile.timing import BenchResult
@@ -180,7 +179,7 @@ def _activations(model: ModelDef, params: Params, batch: Batch) -> tuple[jax.Arr
     tokens_BS, positions_BS, segments_BS = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
     first_BSD = decoder.embed_input(tokens_BS, positions_BS, dtype=jnp.float32, key=None)
     context = make_context(decoder.spec.blocks, positions_BS, segments_BS)
-    last_BSD = run_blocks(decoder.spec, decoder.blocks, first_BSD, context)[0]
+    last_BSD = decoder.run_layers(first_BSD, tokens_BS, context)[0]
     logits_BSV = decoder.logits(decoder.head_input(last_BSD, tokens_BS, segments_BS, key=None))
     return first_BSD, last_BSD, logits_BSV
 

@@ -13,7 +13,7 @@ from lm_trainer.plan.cost import MFU, RunTime, RunWork, training_time
 from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.plan.estimate import Traces, compile_temporary, estimate_step, estimate_temporary
 from lm_trainer.profile.devices import device_platform
-from lm_trainer.profile.flops import flops_per_token, parameter_count
+from lm_trainer.profile.flops import embedding_parameter_count, flops_per_token, parameter_count
 from lm_trainer.profile.peaks import known_devices
 from lm_trainer.step.dispatch.memory import PhaseBytes
 
@@ -116,7 +116,7 @@ def plan_rung(
     shape = batch_shape(ladder, size_spec, vocab_size=vocab_size, compat=compat)
     batch, tokens = shape.batch_size, recipe.configure_duration(num_params, shape.batch_size)
     optimizer = rung_optimizer(ladder, size_spec, batch, vocab_size)
-    embedding = vocab_size * spec.hidden_dim
+    embedding = embedding_parameter_count(spec)
     total = parameter_count(spec)
     # The batch of the ladder and not of its run configuration, because no run would have the batch of `compat`.
     work = RunWork(flops_per_token(spec, ladder.sequence_length).training, batch, tokens // batch, tokens)
@@ -127,7 +127,7 @@ def plan_rung(
         model_params=total,
         embedding_params=embedding,
         # If embedding and output weights are tied, the total counts them once.
-        body_params=total - embedding * (1 if spec.head.tied else 2),
+        body_params=total - embedding - (0 if spec.head.tied else vocab_size * spec.hidden_dim),
         num_params=num_params,
         batch_size=batch,
         target_batch_size=recipe.configure_target_batch_size(num_params),

@@ -13,7 +13,7 @@ from lm_trainer.ladder.batch import BatchShape, elastic_batch, olmo_batch
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.models.base import DecoderConfig
 from lm_trainer.optim.base import OptimizerConfig
-from lm_trainer.profile.flops import active_parameter_count
+from lm_trainer.profile.flops import active_parameter_count, embedding_parameter_count
 from lm_trainer.run.config.parametrization import StandardConfig
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.trackers.wandb import WandbConfig
@@ -58,7 +58,7 @@ def count_params(ladder: LadderConfig, size_spec: str, vocab_size: int | None = 
 def count_model_params(model: DecoderConfig, vocab_size: int) -> int:
     """Counts the parameters of a model like `count_params`."""
     spec = model.spec(vocab_size)
-    return active_parameter_count(spec) - vocab_size * spec.hidden_dim
+    return active_parameter_count(spec) - embedding_parameter_count(spec)
 
 
 def batch_shape(

@@ -1,6 +1,7 @@
-"""Gemma 4 (Gemma team 2026), the text models of the larger sizes: layers with windows, and every sixth layer sees
-everything, with larger heads, fewer keys, values that are the keys, and rotations of a quarter of each head. Each layer
-may have experts next to its MLP, with norms of their own.
+"""Gemma 4 (Gemma team 2026), the text models: layers with windows, and every sixth layer sees everything, with larger
+heads, fewer keys, values that are the keys, and rotations of a quarter of each head. Each layer may have experts next
+to its MLP, with norms of their own. In the smaller sizes each layer has a token embedding of its own, and the last
+layers use the keys and values of earlier ones.
 """
 
 import math
@@ -29,14 +30,17 @@ from lm_trainer.models.rotary import (
     layer_types,
 )
 from lm_trainer.nn.expert_spec import BranchNormSpec, MoeSpec, RouterSpec, SharedExpertSpec
-from lm_trainer.nn.spec import BlockSpec, DecoderSpec, EmbeddingSpec, MlpSpec, QkNormSpec
+from lm_trainer.nn.spec import (
+    BlockSpec,
+    DecoderSpec,
+    EmbeddingSpec,
+    KeySharingSpec,
+    LayerEmbeddingSpec,
+    MlpSpec,
+    QkNormSpec,
+)
 
 _FULL = "full_attention"
-_ABSENT = {
-    "hidden_size_per_layer_input": (256, "embeddings of each layer"),
-    "num_kv_shared_layers": (0, "layers that share keys and values"),
-}
-"""Fields of parts that only other sizes have, with the value that transformers assumes for an absent key."""
 _EXPERT_FIELDS = {
     "num_experts": "n_routed_experts",
     "top_k_experts": "num_experts_per_tok",
@@ -58,6 +62,16 @@ _EXPERTS = (
     HfTensor(f"{LAYER}.router.per_expert_scale", (f"{BLOCK}.mlp.expert_scale",)),
     HfTensor(f"{LAYER}.experts.gate_up_proj", (f"{BLOCK}.mlp.gate", f"{BLOCK}.mlp.up"), transposed=True),
     HfTensor(f"{LAYER}.experts.down_proj", (f"{BLOCK}.mlp.down",), transposed=True),
+)
+
+_EMBEDDING = f"{BLOCK}.layer_embedding"
+_LAYER_EMBEDDING = (
+    HfTensor("embed_tokens_per_layer.weight", (f"{_EMBEDDING}.tokens",)),
+    HfTensor("per_layer_model_projection.weight", (f"{_EMBEDDING}.project.weight",), transposed=True),
+    HfTensor("per_layer_projection_norm.weight", ("embed.layer_norm.scale",)),
+    HfTensor(f"{LAYER}.per_layer_input_gate.weight", (f"{_EMBEDDING}.gate.weight",), transposed=True),
+    HfTensor(f"{LAYER}.per_layer_projection.weight", (f"{_EMBEDDING}.out.weight",), transposed=True),
+    HfTensor(f"{LAYER}.post_per_layer_input_norm.weight", (f"{_EMBEDDING}.norm.scale",)),
 )
 
 
@@ -107,9 +121,10 @@ def _experts_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    for name, (default, part) in _ABSENT.items():
-        if value := hf.get(name, default):
-            raise ValueError(f"{name}={value!r} is not supported: the family has no {part} here")
+    embedding_dim = hf.get("hidden_size_per_layer_input", 256) or None
+    vocab_sizes = {hf.get(name, 262144) for name in ("vocab_size", "vocab_size_per_layer_input")}
+    if embedding_dim and len(vocab_sizes) > 1:
+        raise ValueError("vocab_size_per_layer_input must equal vocab_size")
     if hf.get("use_bidirectional_attention") == "all":
         raise ValueError("use_bidirectional_attention='all' is not supported, only causal attention is")
     default = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
@@ -125,6 +140,7 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
         "rope_local_base_freq": local_theta_from_hf(hf, 10_000.0),
         "final_logit_softcapping": hf.get("final_logit_softcapping"),
         "sliding_window_pattern": _pattern_from_hf(hf.get("layer_types")),
+        "layer_embedding_dim": embedding_dim,
         **_global_heads_from_hf(hf),
         **_experts_from_hf(hf),
     }
@@ -145,8 +161,7 @@ def _to_hf(config: "Gemma4Config") -> dict[str, Any]:
         "layer_types": _kinds(config.num_layers, config.sliding_window_pattern),
         "global_head_dim": config.global_head_dim,
         "num_global_key_value_heads": config.num_global_kv_heads,
-        "hidden_size_per_layer_input": 0,
-        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": config.layer_embedding_dim or 0,
         "enable_moe_block": bool(config.n_routed_experts),
         **{name: getattr(config, setting) or None for name, setting in _EXPERT_FIELDS.items()},
         "use_bidirectional_attention": None,
@@ -154,11 +169,12 @@ def _to_hf(config: "Gemma4Config") -> dict[str, Any]:
 
 
 class Gemma4Config(OptionalExpertsConfig):
-    """The fourth Gemma family: its larger sizes without vision; the defaults are Gemma 4 31B."""
+    """The fourth Gemma family, without vision; the defaults are Gemma 4 31B."""
 
     newer_fields: ClassVar[frozenset[str]] = OptionalExpertsConfig.newer_fields | {
         *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_dim", "expert_kernel"),
         *("lbl_coef", "lbl_over", "selection_bias_rate", "rzl_coef"),
+        *("layer_embedding_dim", "num_kv_shared_layers", "use_double_wide_mlp"),
     }
 
     hf: ClassVar[HfFamily] = HfFamily(
@@ -179,6 +195,8 @@ class Gemma4Config(OptionalExpertsConfig):
             HfField("head_dim", "head_dim", 256),
             HfField("attention_k_eq_v", "attention_k_eq_v", False),
             HfField("sliding_window", "sliding_window", 512),
+            HfField("num_kv_shared_layers", "num_kv_shared_layers", 0),
+            HfField("use_double_wide_mlp", "use_double_wide_mlp", False),
         ),
         tensors=(
             *EMBEDDING,
@@ -188,12 +206,14 @@ class Gemma4Config(OptionalExpertsConfig):
             *QK_NORM,
             *MLP,
             *_EXPERTS,
+            *_LAYER_EMBEDDING,
             HfTensor(f"{LAYER}.layer_scalar", (f"{BLOCK}.output_scale",)),
         ),
         prefix="model.",
         unprefixed=(HEAD.hf,),
         fixed={"attention_bias": False},
-        inert={"attention_dropout": 0.0, "use_double_wide_mlp": False, "vocab_size_per_layer_input": 262144},
+        inert={"attention_dropout": 0.0},
+        vocab_sizes=("vocab_size_per_layer_input",),
         read_only=("per_layer_config",),
         computed_from_hf=_from_hf,
         computed_to_hf=_to_hf,
@@ -227,6 +247,13 @@ class Gemma4Config(OptionalExpertsConfig):
     activation_function: ActivationName = "gelu_new"
     """Activation of the MLP's gate: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, relu2 (its
     square), silu or tanh."""
+    use_double_wide_mlp: bool = False
+    """Layers that use the keys and values of an earlier layer have an MLP of twice the width."""
+    layer_embedding_dim: int | None = Field(default=None, gt=0)
+    """Size of the token embedding that each layer has of its own. `null`: layers have none."""
+    num_kv_shared_layers: int = Field(default=0, ge=0)
+    """Number of last layers that use the keys and values of the last earlier layer of their kind, with or without a
+    window."""
     layer_norm_epsilon: float = Field(default=1e-6, gt=0)
     """Epsilon that is added to the mean square in the norms."""
     tie_word_embeddings: bool = True
@@ -254,6 +281,16 @@ class Gemma4Config(OptionalExpertsConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_shared_keys(self) -> "Gemma4Config":
+        kinds = _kinds(self.num_layers, self.sliding_window_pattern)
+        if missing := {*kinds} - {*kinds[: self._layers_with_keys]}:
+            raise ValueError(
+                f"num_kv_shared_layers={self.num_kv_shared_layers} of {self.num_layers} layers leaves no layer of the "
+                f"kind {missing.pop()} with keys that the others could use"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_experts_have_a_width(self) -> "Gemma4Config":
         if self.n_routed_experts and self.moe_intermediate_dim is None:
             raise ValueError(f"n_routed_experts={self.n_routed_experts} needs moe_intermediate_dim, their width")
@@ -264,17 +301,33 @@ class Gemma4Config(OptionalExpertsConfig):
         self.rope.check_head_size(self.global_head_dim)
         return self
 
-    def block_mlp_spec(self) -> MlpSpec | MoeSpec:
-        """Spec of the second part of a layer."""
+    @property
+    def _layers_with_keys(self) -> int:
+        return max(0, self.num_layers - self.num_kv_shared_layers)
+
+    def file_table(self) -> HfFamily:
+        # Published files hold keys and values of all layers.
+        family = super().file_table()
+        unused = "|".join(map(str, range(self._layers_with_keys, self.num_layers)))
+        ignored = rf"layers\.({unused})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*"
+        return replace(family, ignored=ignored) if unused else family
+
+    def block_mlp_spec(self, width: int) -> MlpSpec | MoeSpec:
+        """Spec of the second part of a layer, with an MLP of this width."""
         if not self.n_routed_experts or self.moe_intermediate_dim is None:
-            return self.mlp_spec()
+            return replace(self.mlp_spec(), hidden_dim=width)
         norm = self.norm_spec()
         experts = self.moe_spec(
             self.moe_intermediate_dim,
             router=RouterSpec(expert_scale=True),
-            shared=SharedExpertSpec(self.intermediate_dim),
+            shared=SharedExpertSpec(width),
         )
         return replace(experts, branch_norm=BranchNormSpec(replace(norm, factor=self.hidden_dim**-0.5), norm))
+
+    def _layer_embedding(self, vocab_size: int) -> LayerEmbeddingSpec | None:
+        if self.layer_embedding_dim is None:
+            return None
+        return LayerEmbeddingSpec(vocab_size, self.layer_embedding_dim, self.norm_spec(), self.activation_function)
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         norm = self.norm_spec()
@@ -294,11 +347,30 @@ class Gemma4Config(OptionalExpertsConfig):
             positions=replace(self.rope.spec(self.seq_len, self.partial_rotary_factor), over_head=True),
             window=None,
         )
-        block = BlockSpec(local, self.block_mlp_spec(), pre_norm=norm, post_norm=norm, output_scale=True)
-        kinds = _kinds(self.num_layers, self.sliding_window_pattern)
+        kinds, with_keys = _kinds(self.num_layers, self.sliding_window_pattern), self._layers_with_keys
+        block = BlockSpec(
+            local,
+            self.block_mlp_spec(self.intermediate_dim),
+            pre_norm=norm,
+            post_norm=norm,
+            layer_embedding=self._layer_embedding(vocab_size),
+            output_scale=True,
+        )
+        wide = self.block_mlp_spec(self.intermediate_dim * (2 if self.use_double_wide_mlp else 1))
+
+        def make_block(number: int, kind: str) -> BlockSpec:
+            mixer = full if kind == _FULL else local
+            if with_keys == self.num_layers:
+                return replace(block, mixer=mixer)
+            last_with_keys = max(layer for layer in range(with_keys) if kinds[layer] == kind)
+            own = number < with_keys
+            mixer = replace(mixer, sharing=KeySharingSpec(last_with_keys, own))
+            return replace(block, mixer=mixer, mlp=block.mlp if own else wide)
+
         return self.decoder_spec(
             vocab_size,
-            tuple(replace(block, mixer=full) if kind == _FULL else block for kind in kinds),
+            tuple(make_block(number, kind) for number, kind in enumerate(kinds)),
+            prefix=with_keys if with_keys < self.num_layers else 0,
             embedding=EmbeddingSpec(scale=math.sqrt(self.hidden_dim)),
             softcap=self.final_logit_softcapping,
         )

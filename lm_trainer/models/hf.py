@@ -80,7 +80,7 @@ def config_to_hf(
     config = settings_to_hf(model_config.hf_family(), model_config)
     return {
         **config,
-        "vocab_size": vocab_size,
+        **dict.fromkeys(("vocab_size", *model_config.hf_family().vocab_sizes), vocab_size),
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
         # The default of some families is a token of their original vocabulary, which this vocabulary may not have.

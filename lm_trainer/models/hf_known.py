@@ -77,4 +77,6 @@ def known_fields(config_class: type[DecoderConfig]) -> frozenset[str]:
     tables = {name for entry in family.fields for name in (entry.hf, *entry.old_names)}
     # Fields that are written are also read, except for the ones that follow from others.
     written = settings_to_hf(family, config_class()).keys()
-    return frozenset({*tables, *written, *family.read_only, *WITHOUT_EFFECT, *GENERATION_FIELDS, *_ROPE})
+    return frozenset(
+        {*tables, *written, *family.read_only, *family.vocab_sizes, *WITHOUT_EFFECT, *GENERATION_FIELDS, *_ROPE}
+    )

@@ -45,7 +45,7 @@ class HfTensor:
     tensor contains all experts of a layer).
 
     Several of our parameters are concatenated along the last dimension, in order. A layer without these parameters has
-    no such tensor.
+    no such tensor. Without `{}`, a parameter of a layer stands for the parameters of all layers.
     """
 
     hf: str
@@ -103,6 +103,8 @@ class HfFamily:
     the second is not a separate parameter."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Second names of tensors that are also written, mapped to their first names. `tied` must contain them too."""
+    vocab_sizes: tuple[str, ...] = ()
+    """Fields of config.json that equal `vocab_size`."""
     first_ignored_layer: int | None = None
     """Tensors of layers with this number or a higher one are ignored, as if they matched `ignored`; None: none."""
     unprefixed: tuple[str, ...] = ()
@@ -342,8 +344,7 @@ def file_tensors(family: HfFamily, leaves: Mapping[str, ParamInfo]) -> list[File
     entries = []
     for tensor in family.tensors:
         if "{}" not in tensor.hf:
-            if all(path in leaves for path in tensor.params):
-                slices = tuple(ParamSlice(path, (), leaves[path]) for path in tensor.params)
+            if slices := _find_slices(tensor, leaves):
                 entries.append(FileTensor(tensor.hf, tensor, slices))
             continue
         layers_by_slot = _find_layers_by_slot(leaves, tensor.params[0].partition("blocks.{}")[0])
@@ -351,6 +352,17 @@ def file_tensors(family: HfFamily, leaves: Mapping[str, ParamInfo]) -> list[File
         for layer, (slot, row) in zip(numbers, slot_of_each_layer(layers_by_slot), strict=True):
             entries += _layer_entries(tensor, leaves, layer, slot=slot, row=row)
     return entries
+
+
+def _find_slices(tensor: HfTensor, leaves: Mapping[str, ParamInfo]) -> tuple[ParamSlice, ...]:
+    """Returns the slices of a tensor that is not one of a layer; none if the model lacks its parameters."""
+    if "{}" not in tensor.params[0]:
+        found = all(path in leaves for path in tensor.params)
+        return tuple(ParamSlice(path, (), leaves[path]) for path in tensor.params) if found else ()
+    (template,) = tensor.params
+    places = slot_of_each_layer(_find_layers_by_slot(leaves, template.partition("blocks.{}")[0]))
+    paths = [(template.format(slot), row) for slot, row in places]
+    return tuple(ParamSlice(path, (row,), leaves[path]) for path, row in paths if path in leaves)
 
 
 def _find_layers_by_slot(leaves: Mapping[str, ParamInfo], module: str) -> list[range]:

@@ -100,8 +100,8 @@ def _written_weights(entries: Sequence[FileTensor], weight_adapters: WeightAdapt
 
 def _is_linear(entry: FileTensor) -> bool:
     """Returns True for the matrix of a linear layer of the blocks."""
-    # The names of embedding and head contain no layer placeholder; experts are one array of all matrices.
-    return entry.name.endswith(_WEIGHT) and "{}." in entry.table.hf and entry.parts[0].path.endswith(_WEIGHT)
+    # Embedding and head belong to no layer; experts are one array of all matrices.
+    return entry.name.endswith(_WEIGHT) and "{}." in entry.table.params[0] and entry.parts[0].path.endswith(_WEIGHT)
 
 
 def _module_name(family: HfFamily, entry: FileTensor) -> str:
@@ -109,7 +109,7 @@ def _module_name(family: HfFamily, entry: FileTensor) -> str:
 
 
 def _make_module(family: HfFamily, entry: FileTensor, parts: int) -> _Module:
-    in_layer = entry.table.hf.split("{}.", 1)[1].removesuffix(_WEIGHT)
+    in_layer = entry.table.hf.rpartition("{}.")[2].removesuffix(_WEIGHT)
     return _Module(_module_name(family, entry), in_layer, parts, not entry.table.transposed)
 
 

@@ -16,9 +16,10 @@ from jax.typing import DTypeLike
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.attention_dispatch import dispatch_attention
 from lm_trainer.nn.attention_kernel import MASK_VALUE
-from lm_trainer.nn.cache import KvCache, LayerCache
+from lm_trainer.nn.cache import KvCache, LayerCache, SizedKvCache, StateCache
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.largest_logits import largest_logits, report_largest
+from lm_trainer.nn.layer_values import FirstValues, SharedKeys
 from lm_trainer.nn.linear import Linear
 from lm_trainer.nn.measured import MeasuredParam
 from lm_trainer.nn.mixer_spec import softmax_specs
@@ -81,6 +82,10 @@ class ForwardContext(NamedTuple):
     backends."""
     memory: jax.Array | KvCache | None = None
     """The encoder output that cross-attention attends to, [B, F, D], or its keys and values for all layers."""
+    tokens_BS: jax.Array | None = None
+    """int32 token ids, for layers with embeddings of their own; None without such layers."""
+    first: FirstValues | None = None
+    """Values that the embeddings of all layers read; None without such layers."""
 
 
 def unique_reaches(blocks: tuple[BlockSpec, ...]) -> list[Reach]:
@@ -261,13 +266,14 @@ class Attention(nnx.Module):
         grouped = spec.kv_heads != spec.num_heads
         kv_heads = {"kv_heads" if grouped else "heads": spec.kv_heads, "head_size": spec.head_dim}
         self.q = Linear({"embed": dim}, heads, bias=spec.bias, init=init)
-        self.k = Linear({"embed": dim}, kv_heads, bias=spec.bias and spec.key_bias, init=init)
-        self.v = None if spec.values_are_keys else Linear({"embed": dim}, kv_heads, bias=spec.bias, init=init)
+        key_bias, has_values = spec.bias and spec.key_bias, spec.has_keys and not spec.values_are_keys
+        self.k = Linear({"embed": dim}, kv_heads, bias=key_bias, init=init) if spec.has_keys else None
+        self.v = Linear({"embed": dim}, kv_heads, bias=spec.bias, init=init) if has_values else None
         self.out = Linear(heads, {"embed": dim}, bias=spec.out_bias, init=init, residual=True)
         self.gate = Linear({"embed": dim}, heads, bias=spec.bias, init=init) if spec.gated else None
         self.q_norm = None if spec.qk_norm is None else QkNorm(spec.qk_norm, heads, init=init)
-        self.k_norm = None if spec.qk_norm is None else QkNorm(spec.qk_norm, kv_heads, init=init)
-        self.v_norm = make_norm(spec.value_norm, {"head_size": spec.head_dim}, init=init)
+        self.k_norm = QkNorm(spec.qk_norm, kv_heads, init=init) if spec.has_keys and spec.qk_norm is not None else None
+        self.v_norm = make_norm(spec.value_norm if spec.has_keys else None, {"head_size": spec.head_dim}, init=init)
         self.sinks = init.constant({"heads": spec.num_heads}, 0.0) if spec.sinks else None
         self.largest_logits: MeasuredParam | None = None
 
@@ -279,15 +285,24 @@ class Attention(nnx.Module):
         *,
         key: jax.Array | None = None,
         adapter_key: jax.Array | None = None,
-        cache: LayerCache | None = None,
-    ) -> tuple[jax.Array, LayerCache | None]:
+        cache: LayerCache | SharedKeys | None = None,
+    ) -> tuple[jax.Array, LayerCache | SharedKeys | None]:
         """Attends within `x_BSD` or, with a cache, to all positions in the cache, which include `x_BSD`.
 
         `key` is for dropout of the probabilities, `adapter_key` for dropout in adapters.
         """
-        q_BSNH, k_BTKH, v_BTKH = self._project_qkv(x_BSD, context.positions_BS, adapter_key)
-        if cache is not None:
-            cache, k_BTKH, v_BTKH = cache.write(layer, context.positions_BS, k_BTKH, v_BTKH)
+        sharing = self.spec.sharing
+        if sharing is not None and not sharing.own:
+            assert isinstance(cache, SharedKeys | KvCache | SizedKvCache | StateCache)
+            q_BSNH = self._project_queries(x_BSD, context.positions_BS, adapter_key)
+            sizes = self.spec.kv_heads, self.spec.head_dim, self.spec.value_size
+            k_BTKH, v_BTKH = cache.read(sharing.layer, sizes)
+        else:
+            q_BSNH, k_BTKH, v_BTKH = self._project_qkv(x_BSD, context.positions_BS, adapter_key)
+            if isinstance(cache, SharedKeys):
+                cache = cache if sharing is None else cache.write(sharing.layer, k_BTKH, v_BTKH)
+            elif cache is not None:
+                cache, k_BTKH, v_BTKH = cache.write(layer, context.positions_BS, k_BTKH, v_BTKH)
         sinks_N = None if self.sinks is None else read(self.sinks, jnp.float32)
         o_BSNH = attend(
             self.spec, q_BSNH, k_BTKH, v_BTKH, context, layer, sinks_N=sinks_N, key=key, measured=self.largest_logits
@@ -296,9 +311,20 @@ class Attention(nnx.Module):
             o_BSNH = o_BSNH * jax.nn.sigmoid(self.gate(x_BSD, key=adapter_key))
         return self.out(o_BSNH, key=adapter_key), cache
 
+    def _project_queries(self, x_BSD: jax.Array, positions_BS: jax.Array, key: jax.Array | None) -> jax.Array:
+        q_BSNH = self.q(x_BSD, key=key)
+        if self.q_norm is not None:
+            q_BSNH = self.q_norm(q_BSNH)
+        if (limit := self.spec.clip) is not None:
+            q_BSNH = jnp.clip(q_BSNH, -limit, limit)
+        if isinstance(self.spec.positions, RopeSpec):
+            q_BSNH = apply_rope(self.spec.positions, q_BSNH, positions_BS)
+        return q_BSNH
+
     def _project_qkv(
         self, x_BSD: jax.Array, positions_BS: jax.Array, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        assert self.k is not None
         q_BSNH, k_BSKH = self.q(x_BSD, key=key), self.k(x_BSD, key=key)
         v_BSKH = self.v_norm(k_BSKH if self.v is None else self.v(x_BSD, key=key))
         # Norms before rotations: a norm has a different gain for each of the two dimensions that a rotation mixes.

@@ -26,7 +26,7 @@ class KvCache(NamedTuple):
     """
 
     k: jax.Array
-    """[L, B, C, K, H]."""
+    """[L, B, C, K, H], for the layers that have keys of their own."""
     v: jax.Array
     """[L, B, C, K, H]; H may have another size."""
 
@@ -63,6 +63,11 @@ class KvCache(NamedTuple):
         k = self.k.at[layer, rows_B1, positions_BT].set(k_BTKH.astype(self.k.dtype), mode="drop")
         v = self.v.at[layer, rows_B1, positions_BT].set(v_BTKH.astype(self.v.dtype), mode="drop")
         return KvCache(k, v), k[layer], v[layer]
+
+    def read(self, layer: jax.Array | int, sizes: tuple[int, int, int]) -> tuple[jax.Array, jax.Array]:
+        """Returns all keys and values of a layer whose heads have these `sizes`, [B, C, K, H]."""
+        del sizes
+        return self.k[layer], self.v[layer]
 
 
 class SplitKvCache(NamedTuple):
@@ -134,10 +139,18 @@ class SizedKvCache(NamedTuple):
         self, layer: jax.Array | int, positions_BT: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array
     ) -> tuple[SizedKvCache, jax.Array, jax.Array]:
         """Same as `KvCache.write`."""
-        sizes = (*k_BTKH.shape[2:], v_BTKH.shape[-1])
-        kind = next(kind for kind, cache in enumerate(self.caches) if cache.sizes == sizes)
+        kind = self._kind((k_BTKH.shape[2], k_BTKH.shape[3], v_BTKH.shape[3]))
         cache, k_BCKH, v_BCKH = self.caches[kind].write(self.rows_L[layer], positions_BT, k_BTKH, v_BTKH)
         return self._replace(caches=(*self.caches[:kind], cache, *self.caches[kind + 1 :])), k_BCKH, v_BCKH
+
+    def read(self, layer: jax.Array | int, sizes: tuple[int, int, int]) -> tuple[jax.Array, jax.Array]:
+        """Same as `KvCache.read`."""
+        cache = self.caches[self._kind(sizes)]
+        assert isinstance(cache, KvCache)
+        return cache.read(self.rows_L[layer], sizes)
+
+    def _kind(self, sizes: tuple[int, int, int]) -> int:
+        return next(kind for kind, cache in enumerate(self.caches) if cache.sizes == sizes)
 
 
 class StateCache(NamedTuple):
@@ -167,6 +180,11 @@ class StateCache(NamedTuple):
         assert self.keys is not None
         keys, k_BCKH, v_BCKH = self.keys.write(self.rows_L[layer], positions_BT, k_BTKH, v_BTKH)
         return self._replace(keys=keys), k_BCKH, v_BCKH
+
+    def read(self, layer: jax.Array | int, sizes: tuple[int, int, int]) -> tuple[jax.Array, jax.Array]:
+        """Same as `KvCache.read`."""
+        assert self.keys is not None
+        return self.keys.read(self.rows_L[layer], sizes)
 
     def read_states(self, layer: jax.Array | int) -> tuple[jax.Array, ...]:
         """Returns the arrays of one layer."""

@@ -14,20 +14,21 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.nn.attention import make_cache_context, make_context
+from lm_trainer.nn.attention import ForwardContext, make_cache_context, make_context
 from lm_trainer.nn.attention_dispatch import uses_ring
-from lm_trainer.nn.cache import KvCache, SplitKvCache, init_cache
+from lm_trainer.nn.cache import KvCache, LayerCache, SplitKvCache, init_cache
 from lm_trainer.nn.init import Initializer
+from lm_trainer.nn.layer_values import FirstValues, SharedKeys
 from lm_trainer.nn.linear import dropout
 from lm_trainer.nn.lora_weights import WeightLora
 from lm_trainer.nn.multi_token import MultiToken
-from lm_trainer.nn.norm import make_norm
+from lm_trainer.nn.norm import Norm, make_norm
 from lm_trainer.nn.pipeline import run_stages
 from lm_trainer.nn.read import read
 from lm_trainer.nn.ring_layout import from_zigzag, to_zigzag
 from lm_trainer.nn.router import RouterStats
 from lm_trainer.nn.spec import DecoderSpec
-from lm_trainer.nn.stack import build_blocks, run_blocks
+from lm_trainer.nn.stack import Carry, build_blocks, run_blocks
 from lm_trainer.parallel.collectives import axis_size
 
 
@@ -40,6 +41,9 @@ class Embedding(nnx.Module):
         learned = {"position": spec.num_positions, "embed": spec.hidden_dim}
         self.positions = init.normal(learned) if self.spec.learned_positions else None
         self.norm = make_norm(self.spec.norm, {"embed": spec.hidden_dim}, init=init)
+        # The layers' own embeddings share this norm. A layer holds only parameters of its own.
+        layer = spec.layer_embedding
+        self.layer_norm = None if layer is None else Norm(layer.norm, {"latent": layer.dim}, init=init)
         self.tokens_lora: WeightLora | None = None
 
     @jax.named_scope("embedding")
@@ -51,6 +55,13 @@ class Embedding(nnx.Module):
         if self.positions is not None:
             x_BSD = x_BSD + jnp.take(read(self.positions), positions_BS, axis=0, mode="fill")
         return self.norm(x_BSD)
+
+    def first_values(self, x_BSD: jax.Array) -> FirstValues | None:
+        """Returns what the layers' own embeddings read, given the stream before the first layer; None without them."""
+        if self.layer_norm is None:
+            return None
+        gain_P = self.layer_norm.gain()
+        return FirstValues(x_BSD, jnp.broadcast_to(gain_P[None, None], (*x_BSD.shape[:2], len(gain_P))))
 
     def lookup(self, tokens_BS: jax.Array) -> jax.Array:
         """Looks up rows of the token table without further operations; a token past the end of the table gives NaN."""
@@ -176,9 +187,24 @@ class Decoder(nnx.Module):
             )
         else:
             context = make_context(self.spec.blocks, ordered_positions_BS, ordered_segments_BS, ring=ring)
-            x_BSD, _, stats = run_blocks(self.spec, self.blocks, x_BSD, context, key=keys.blocks)
+            x_BSD, _, stats = self.run_layers(x_BSD, ordered_tokens_BS, context, key=keys.blocks)
         x_BSD = from_zigzag(x_BSD) if ring else x_BSD
         return self.head_input(x_BSD, tokens_BS, segments_BS, key=keys.head), stats
+
+    def run_layers(
+        self,
+        x_BSD: jax.Array,
+        tokens_BS: jax.Array,
+        context: ForwardContext,
+        *,
+        key: jax.Array | None = None,
+        cache: LayerCache | None = None,
+    ) -> Carry:
+        """Runs all layers as `run_blocks` does, on the stream before the first one."""
+        if (first := self.embed.first_values(x_BSD)) is not None:
+            context = context._replace(tokens_BS=tokens_BS, first=first)
+        shared = SharedKeys.empty(self.spec.blocks, x_BSD) if cache is None else cache
+        return run_blocks(self.spec, self.blocks, x_BSD, context, key=key, cache=shared)
 
     def dropout_keys(self, key: jax.Array | None) -> DropoutKeys:
         """Derives the dropout keys of the parts of the model from the key of a microbatch; None disables dropout."""
@@ -269,6 +295,6 @@ class Decoder(nnx.Module):
         """
         x_BTD = self.embed(tokens_BT, positions_BT).astype(cache.dtype)
         context = make_cache_context(self.spec.blocks, positions_BT, cache.capacity, counts_B)
-        x_BTD, filled, _ = run_blocks(self.spec, self.blocks, x_BTD, context, cache=cache)
+        x_BTD, filled, _ = self.run_layers(x_BTD, tokens_BT, context, cache=cache)
         assert filled is not None
         return self.extend_head_input(self.final_norm(x_BTD)), filled

@@ -137,11 +137,11 @@ def softmax_specs(blocks: Iterable[BlockSpec]) -> list[AttentionSpec]:
 
 def cache_sizes(mixer: Mixer) -> tuple[int, int, int] | None:
     """Returns the number of heads of the keys in a cache, their size, and the size of the values; None if the mixer
-    needs no keys of earlier positions.
+    keeps no keys of its own.
     """
     match mixer:
         case AttentionSpec():
-            return mixer.kv_heads, mixer.head_dim, mixer.value_size
+            return (mixer.kv_heads, mixer.head_dim, mixer.value_size) if mixer.has_keys else None
         case LatentSpec():
             # The rotated part of the key takes the place of keys, and the latent the place of values.
             return 1, mixer.rotary_dim, mixer.latent_dim

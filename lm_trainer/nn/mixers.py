@@ -12,6 +12,7 @@ from lm_trainer.nn.cache import LayerCache
 from lm_trainer.nn.delta_net import DeltaNet
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.latent_attention import LatentAttention
+from lm_trainer.nn.layer_values import SharedKeys
 from lm_trainer.nn.mixer_spec import DeltaSpec, LatentSpec, Mixer, StateSpaceSpec
 from lm_trainer.nn.spec import AttentionSpec
 from lm_trainer.nn.state_space import StateSpace
@@ -28,9 +29,11 @@ class MixerModule(Protocol):
         *,
         key: jax.Array | None = None,
         adapter_key: jax.Array | None = None,
-        cache: LayerCache | None = None,
-    ) -> tuple[jax.Array, LayerCache | None]:
+        cache: LayerCache | SharedKeys | None = None,
+    ) -> tuple[jax.Array, LayerCache | SharedKeys | None]:
         """Returns [B, S, D] in the dtype of `x_BSD`, and the cache with the new positions.
+
+        In a model in which layers share keys, all mixers are attention and take `SharedKeys` in place of no cache.
 
         A result depends on its own position and earlier ones of the same segment, including positions in the cache.
         `key` is for dropout inside the mixer, `adapter_key` for dropout in adapters.

@@ -145,5 +145,6 @@ class MultiToken(nnx.Module):
         if ring:
             x_BSD, segments_BS, positions_BS = map(to_zigzag, (x_BSD, segments_BS, positions_BS))
         context: ForwardContext = make_context(blocks, positions_BS, segments_BS, ring=ring)
-        x_BSD, stats = run_layer(layer, x_BSD, stats, context, number, key=None, remat=self.spec.remat, in_loop=False)
+        remat = self.spec.remat
+        x_BSD, _, stats = run_layer(layer, x_BSD, stats, context, number, key=None, remat=remat, in_loop=False)
         return from_zigzag(x_BSD) if ring else x_BSD, stats

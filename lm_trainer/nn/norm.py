@@ -30,6 +30,12 @@ class Norm(nnx.Module):
         self.scale = init.constant(axis, 0.0 if spec.unit_offset else 1.0) if spec.scale else None
         self.bias = init.constant(axis, 0.0) if spec.bias else None
 
+    def gain(self) -> jax.Array:
+        """Returns the learned factor of each dimension, float32 [D]; only with `scale`."""
+        assert self.scale is not None
+        scale = read(self.scale, jnp.float32)
+        return 1.0 + scale if self.spec.unit_offset else scale
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalizes the last dimension of [..., D]."""
         # bfloat16 has 8 bits of precision, which is too few for sums over the dimension and for differences from the

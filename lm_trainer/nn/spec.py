@@ -125,6 +125,16 @@ class ScoreSpec:
 
 
 @dataclass(frozen=True)
+class KeySharingSpec:
+    """Keys and values that several layers use (Brandon et al. 2024, arXiv 2405.12981)."""
+
+    layer: int
+    """Number of the layer that computes them. All layers that use them come after every layer that computes keys."""
+    own: bool
+    """True: the layer computes its own keys and values, as `layer` does. False: it uses the ones of `layer`."""
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Causal self-attention."""
 
@@ -159,6 +169,8 @@ class AttentionSpec:
     """Values are the results of the map of keys, without its norm and rotation; there is no map of values."""
     value_norm: NormSpec | None = None
     """Normalization of each head of values."""
+    sharing: KeySharingSpec | None = None
+    """Keys and values that several layers use; None: the layer computes its own, for itself alone."""
     sinks: bool = False
     """Add a learned logit per head to the scores of each query, like a key whose value is zero (Xiao et al. 2023,
     arXiv 2309.17453, section 3.3)."""
@@ -172,6 +184,11 @@ class AttentionSpec:
     def value_size(self) -> int:
         """`value_dim` with its default resolved."""
         return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def has_keys(self) -> bool:
+        """True if the layer computes its own keys and values."""
+        return self.sharing is None or self.sharing.own
 
 
 @dataclass(frozen=True)
@@ -200,6 +217,23 @@ class MlpSpec:
 
 
 @dataclass(frozen=True)
+class LayerEmbeddingSpec:
+    """A token embedding of the layer's own, which a gate adds to the stream (Gemma 3n, 2025).
+
+        x += norm(out(activation(gate(x)) * e)),    e = (n(project(x_0)) + sqrt(dim) table[token]) / sqrt(2)
+
+    where x_0 is the stream before the first layer, and n the norm that the embeddings of all layers share.
+    """
+
+    vocab_size: int
+    dim: int
+    """Size of a vector of the table."""
+    norm: NormSpec
+    """Norm over the stream, and over the projection."""
+    activation: Activation = "gelu_new"
+
+
+@dataclass(frozen=True)
 class BlockSpec:
     """One layer: `x += post(f(pre(x)))`, where f is first the mixer and then the MLP."""
 
@@ -217,6 +251,8 @@ class BlockSpec:
     """The mixer and the MLP read the same x."""
     shared_norm: bool = False
     """The mixer and the MLP also read the same pre(x), so there is one norm instead of two. Only with `parallel`."""
+    layer_embedding: LayerEmbeddingSpec | None = None
+    """A last f, the token embedding of the layer's own."""
     output_scale: bool = False
     """Multiply the stream after the layer by a learned number, initially 1."""
     cross: AttentionSpec | None = None
@@ -365,6 +401,11 @@ class DecoderSpec:
         variance of a single term (Radford et al. 2019, section 2.3).
         """
         return self.init_std / math.sqrt(sum(1 + (block.mlp is not None) for block in self.blocks))
+
+    @property
+    def layer_embedding(self) -> LayerEmbeddingSpec | None:
+        """The token embedding that each layer has of its own; None without one."""
+        return self.blocks[0].layer_embedding if self.blocks else None
 
     @property
     def num_routers(self) -> int:

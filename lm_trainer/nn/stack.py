@@ -22,6 +22,7 @@ from lm_trainer.nn.block import Block
 from lm_trainer.nn.cache import LayerCache
 from lm_trainer.nn.init import Initializer, build_stacked
 from lm_trainer.nn.layer_sections import LayerSection
+from lm_trainer.nn.layer_values import SharedKeys
 from lm_trainer.nn.read import is_gathering, saves_all_but_gathered
 from lm_trainer.nn.router import RouterStats, zero_router_stats
 from lm_trainer.nn.spec import DecoderSpec, OffloadPolicy, Remat
@@ -36,8 +37,9 @@ _POLICIES = {
     ),
 }
 
-_Carry = tuple[jax.Array, LayerCache | None, RouterStats | None]
-_Run = Callable[[_Carry, Block, jax.Array | int], _Carry]
+Carry = tuple[jax.Array, LayerCache | SharedKeys | None, RouterStats | None]
+"""The stream, the cache or the keys that layers share, and the sums of router statistics."""
+_Run = Callable[[Carry, Block, jax.Array | int], Carry]
 
 
 def build_blocks(spec: DecoderSpec, *, init: Initializer) -> nnx.Dict:
@@ -64,24 +66,26 @@ def run_blocks(  # noqa: PLR0913 - what a pass through the layers shares
     context: ForwardContext,
     *,
     key: jax.Array | None = None,
-    cache: LayerCache | None = None,
+    cache: LayerCache | SharedKeys | None = None,
     first: jax.Array | None = None,
-) -> _Carry:
+) -> Carry:
     """Runs all layers in order. With a cache there is no rematerialization, because no gradient is computed.
+    `SharedKeys` in its place are no cache.
 
     `first` is the index of the first layer if `spec` describes a part of a model.
 
     Returns the stream, the cache, and the sums of the router statistics over the layers (None without routers).
     """
-    apply = _apply if cache is not None else _apply_with_remat(spec.remat, in_loop=spec.scan)
+    decoding = cache is not None and not isinstance(cache, SharedKeys)
+    apply = _apply if decoding else _apply_with_remat(spec.remat, in_loop=spec.scan)
 
-    def run(carry: _Carry, block: Block, layer: jax.Array | int) -> _Carry:
+    def run(carry: Carry, block: Block, layer: jax.Array | int) -> Carry:
         layer = layer if first is None else first + layer
         layer_key = None if key is None else jax.random.fold_in(key, layer)
         return apply(block, carry, context, jnp.asarray(layer, jnp.int32), layer_key)
 
-    carry: _Carry = (x_BSD, cache, zero_router_stats() if spec.num_routers else None)
-    groups = 0 if cache is not None else spec.remat_groups
+    carry: Carry = (x_BSD, cache, zero_router_stats() if spec.num_routers else None)
+    groups = 0 if decoding else spec.remat_groups
     for section in _sections(spec, blocks):
         slots = [blocks[str(slot)] for slot in section.slots]
         from_first = _count_from(section.layers.start, run)
@@ -110,10 +114,12 @@ def run_layer(  # noqa: PLR0913 - as for `run_blocks`
     layer: jax.Array,
     *,
     key: jax.Array | None,
+    keys: SharedKeys | None = None,
     remat: Remat = "none",
     in_loop: bool = True,
-) -> tuple[jax.Array, RouterStats | None]:
-    """Runs one layer as `run_blocks` does. Returns the stream after it, and the sums of router statistics including it.
+) -> Carry:
+    """Runs one layer as `run_blocks` does. Returns the stream after it, the keys that layers share, and the sums of
+    router statistics including it.
 
     Args:
         block: the layer.
@@ -122,16 +128,16 @@ def run_layer(  # noqa: PLR0913 - as for `run_blocks`
         context: the context that all layers share.
         layer: index of the layer, an int32 scalar.
         key: key from which the keys of all layers are derived; None disables dropout.
+        keys: keys and values that layers share; None if they share none.
         remat: values that a derivative of this call recomputes.
         in_loop: leaves out the optimization barrier, which only a derivative in the same program as this call needs.
     """
     apply = _apply_with_remat(remat, in_loop=in_loop)
     layer_key = None if key is None else jax.random.fold_in(key, layer)
-    x_BSD, _, stats = apply(block, (x_BSD, None, stats), context, layer, layer_key)
-    return x_BSD, stats
+    return apply(block, (x_BSD, keys, stats), context, layer, layer_key)
 
 
-def _run_unrolled(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: int) -> _Carry:
+def _run_unrolled(run: _Run, carry: Carry, slots: Sequence[Block], num_layers: int) -> Carry:
     period = len(slots)
     rows = [unstack(block, -(-(num_layers - j) // period)) for j, block in enumerate(slots)]
     for layer in range(num_layers):
@@ -139,14 +145,14 @@ def _run_unrolled(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: 
     return carry
 
 
-def _run_as_loop(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: int, groups: int) -> _Carry:
+def _run_as_loop(run: _Run, carry: Carry, slots: Sequence[Block], num_layers: int, groups: int) -> Carry:
     """Runs one period per iteration. After the loop it runs the iterations left over by groups of equal size, and the
     layers of an incomplete last period.
     """
     period = len(slots)
     iterations, remainder = divmod(num_layers, period)
 
-    def body(carry: _Carry, iteration: tuple[Sequence[Block], jax.Array]) -> tuple[_Carry, None]:
+    def body(carry: Carry, iteration: tuple[Sequence[Block], jax.Array]) -> tuple[Carry, None]:
         blocks, index = iteration
         for j, block in enumerate(blocks):
             carry = run(carry, block, index * period + j)
@@ -171,7 +177,7 @@ def _run_as_loop(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: i
     return carry
 
 
-def _apply(block: Block, carry: _Carry, context: ForwardContext, layer: jax.Array, key: jax.Array | None) -> _Carry:
+def _apply(block: Block, carry: Carry, context: ForwardContext, layer: jax.Array, key: jax.Array | None) -> Carry:
     x_BSD, cache, total = carry
     # An `OffloadPolicy` moves the value with this name to the host.
     x_BSD = checkpoint_name(x_BSD, "input")
@@ -179,7 +185,7 @@ def _apply(block: Block, carry: _Carry, context: ForwardContext, layer: jax.Arra
     return x_BSD, cache, total if stats is None else jax.tree.map(jnp.add, total, stats)
 
 
-def _apply_with_remat(remat: Remat, *, in_loop: bool) -> Callable[..., _Carry]:
+def _apply_with_remat(remat: Remat, *, in_loop: bool) -> Callable[..., Carry]:
     if remat == "none" and not is_gathering():
         return _apply
     # A new function if parameters are gathered; otherwise JAX would reuse a trace of `_apply` without gathering.

@@ -23,6 +23,7 @@ from lm_trainer.nn.attention import make_context
 from lm_trainer.nn.attention_dispatch import uses_ring
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.layer_sections import slot_of_each_layer
+from lm_trainer.nn.layer_values import FirstValues, SharedKeys
 from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, hidden_nll, loss_after_layers
 from lm_trainer.nn.ring_layout import from_zigzag, to_zigzag
 from lm_trainer.nn.router import RouterStats, zero_router_stats
@@ -34,13 +35,21 @@ class Stream(NamedTuple):
     """Values that are passed from stage to stage."""
 
     x_BSD: Any
-    """The residual stream, an array in the compute dtype. In a custom loss, any tree of arrays."""
+    """The residual stream, an array in the compute dtype, or `PassedValues`. In a custom loss, any tree of arrays."""
     stats: RouterStats | None = None
     """Sums of the router statistics of the layers so far; None without routers."""
     logged: dict[str, jax.Array] = {}
     """Values logged so far; see `lm_trainer.step.staged.logged_stages`."""
     memory: Any = None
     """Values that layers and head may read but do not change, such as the output of an encoder; see `MemoryStack`."""
+
+
+class PassedValues(NamedTuple):
+    """The residual stream of a decoder whose layers pass on other values too."""
+
+    x_BSD: jax.Array
+    first: FirstValues | None
+    keys: SharedKeys | None
 
 
 LossSums = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
@@ -133,10 +142,15 @@ class StagedLoss(LayerStack):
         return self.memory.finish(model, stream, batch, key)
 
 
+def unpack_stream(stream: Stream) -> PassedValues:
+    """Returns the residual stream of a decoder, and the values that its layers pass on."""
+    return stream.x_BSD if isinstance(stream.x_BSD, PassedValues) else PassedValues(stream.x_BSD, None, None)
+
+
 def hidden_after_layers(model: Decoder, stream: Stream, batch: Batch, key: jax.Array | None) -> jax.Array:
     """Computes the inputs of the head, [B, S, D]; arguments as for `StagedLoss.head`."""
     tokens_BS, segments_BS = jnp.asarray(batch.tokens), jnp.asarray(batch.segments)
-    return model.head_input(stream.x_BSD, tokens_BS, segments_BS, key=model.dropout_keys(key).head)
+    return model.head_input(unpack_stream(stream).x_BSD, tokens_BS, segments_BS, key=model.dropout_keys(key).head)
 
 
 def staged_token_loss(
@@ -185,11 +199,16 @@ def decoder_stages(spec: DecoderSpec, dtype: DTypeLike, head: HeadFn, memory: Me
         ring = uses_ring(spec.blocks, dtype, batch.tokens.shape[1])
         return ring, (lambda x: to_zigzag(jnp.asarray(x))) if ring else jnp.asarray
 
+    def pack(x_BSD: jax.Array, first: FirstValues | None, keys: Any) -> jax.Array | PassedValues:
+        return x_BSD if first is None and keys is None else PassedValues(x_BSD, first, keys)
+
     def embed(model: Decoder, batch: Batch, key: jax.Array | None) -> Stream:
         key = model.dropout_keys(key).embed
         _, reorder = layout(batch)
         x_BSD = model.embed_input(reorder(batch.tokens), reorder(batch.positions), dtype=dtype, key=key)
-        return Stream(x_BSD, zero_router_stats() if spec.num_routers else None)
+        first = model.embed.first_values(x_BSD)
+        keys = SharedKeys.empty(spec.blocks, x_BSD)
+        return Stream(pack(x_BSD, first, keys), zero_router_stats() if spec.num_routers else None)
 
     def layer_with(  # noqa: PLR0913 - as for `StagedLoss.layer`
         remat: Remat,
@@ -202,14 +221,18 @@ def decoder_stages(spec: DecoderSpec, dtype: DTypeLike, head: HeadFn, memory: Me
     ) -> Stream:
         ring, reorder = layout(batch)
         context = make_context(spec.blocks, reorder(batch.positions), reorder(batch.segments), ring=ring)
+        x_BSD, first, keys = unpack_stream(stream)
         context = context._replace(memory=stream.memory)
+        if first is not None:
+            context = context._replace(tokens_BS=reorder(batch.tokens), first=first)
         block: Any = model.blocks[str(slot)]
         key = model.dropout_keys(key).blocks
-        return Stream(*run_layer(block, stream.x_BSD, stream.stats, context, layer, key=key, remat=remat))
+        x_BSD, keys, stats = run_layer(block, x_BSD, stream.stats, context, layer, key=key, keys=keys, remat=remat)
+        return Stream(pack(x_BSD, first, keys), stats)
 
     def last(model: Decoder, stream: Stream, batch: Batch, key: jax.Array | None) -> LossSums:
         if layout(batch)[0]:
-            stream = stream._replace(x_BSD=from_zigzag(stream.x_BSD))
+            stream = stream._replace(x_BSD=from_zigzag(unpack_stream(stream).x_BSD))
         h_BSD = hidden_after_layers(model, stream, batch, key)
         return head(model, h_BSD, stream, batch)
 
@@ -232,7 +255,8 @@ def _encoder_stages(stack: DecoderSpec, dtype: DTypeLike) -> MemoryStack:
         del batch
         context = model.encoder.make_context(stream.x_BSD)
         block, key = model.encoder.blocks[str(slot)], model.encoder_keys(key).blocks
-        return Stream(*run_layer(block, stream.x_BSD, None, context, layer, key=key, remat=remat))
+        x_BSD, _, _ = run_layer(block, stream.x_BSD, None, context, layer, key=key, remat=remat)
+        return Stream(x_BSD)
 
     def finish(model: Any, stream: Stream, batch: Batch, key: jax.Array | None) -> jax.Array:
         del batch, key

@@ -11,6 +11,7 @@ from lm_trainer.nn.own_part import count_part
 from lm_trainer.nn.spec import (
     BlockSpec,
     DecoderSpec,
+    LayerEmbeddingSpec,
     MlpSpec,
     OffloadPolicy,
     SenseSpec,
@@ -40,7 +41,7 @@ class FlopsCount(NamedTuple):
     """Mask and softmax: 3 * seq_len * heads, over all layers."""
     mlp: int
     """2 * (number of matrices) * hidden * mlp width, over all layers. With experts, counts the router and the experts
-    that one token uses."""
+    that one token uses. Counts the three maps of the token embedding that a layer may have of its own, too."""
     head: int
     """2 * hidden * vocabulary, also for each module that predicts later tokens."""
     senses: int = 0
@@ -93,13 +94,18 @@ def flops_per_token(spec: DecoderSpec, seq_len: int) -> FlopsCount:
         attention_out=sum(mixer.output for mixer in mixers),
         attention_product=sum(mixer.product for mixer in mixers),
         attention_softmax=sum(mixer.softmax for mixer in mixers) + weighing,
-        mlp=sum(2 * _num_active_weights(block.mlp, spec.hidden_dim) for block in spec.all_blocks),
+        mlp=sum(2 * _num_weights_after_mixer(block, spec.hidden_dim) for block in spec.all_blocks),
         head=2 * spec.hidden_dim * spec.vocab_size * (1 + len(spec.later_blocks)),
         senses=0 if spec.senses is None else _sense_flops(spec.senses, spec.hidden_dim, seq_len),
         cross=sum(_cross_attention_flops(block, spec, seq_len) for block in spec.blocks),
         encoder=_encoder_flops(spec) // seq_len,
         joins=2 * 2 * spec.hidden_dim * spec.hidden_dim * len(spec.later_blocks),
     )
+
+
+def _num_weights_after_mixer(block: BlockSpec, hidden: int) -> int:
+    embedding = 0 if block.layer_embedding is None else 3 * hidden * block.layer_embedding.dim
+    return _num_active_weights(block.mlp, hidden) + embedding
 
 
 def _cross_attention_flops(block: BlockSpec, spec: DecoderSpec, seq_len: int) -> int:
@@ -273,7 +279,15 @@ def parameter_count(spec: DecoderSpec) -> int:
     blocks = sum(_block_parameters(block, spec.hidden_dim) for block in spec.blocks)
     norms = sum(norm_parameters(norm, spec.hidden_dim) for norm in (spec.embedding.norm, spec.final_norm))
     senses = 0 if spec.senses is None else _sense_parameters(spec.senses, spec.hidden_dim)
+    if (layer := spec.layer_embedding) is not None:
+        norms += norm_parameters(layer.norm, layer.dim)
     return rows * spec.hidden_dim + blocks + norms + senses + _encoder_parameters(spec) + _later_parameters(spec)
+
+
+def embedding_parameter_count(spec: DecoderSpec) -> int:
+    """Returns the number of parameters of token embeddings: of the model, and of layers that have one of their own."""
+    layers = [block.layer_embedding for block in spec.blocks if block.layer_embedding is not None]
+    return spec.vocab_size * spec.hidden_dim + sum(layer.vocab_size * layer.dim for layer in layers)
 
 
 def active_parameter_count(spec: DecoderSpec) -> int:
@@ -314,7 +328,14 @@ def _block_parameters(block: BlockSpec, hidden: int) -> int:
     sublayers = len(mixers) + (block.mlp is not None)
     pre_norms = len(mixers) * norm_parameters(block.pre_norm, hidden) + norm_parameters(block.mlp_pre_norm, hidden)
     post_norms = sublayers * norm_parameters(block.post_norm, hidden)
-    return parts + _mlp_parameters(block.mlp, hidden) + pre_norms + post_norms + block.output_scale
+    embedding = _layer_embedding_parameters(block.layer_embedding, hidden)
+    return parts + _mlp_parameters(block.mlp, hidden) + embedding + pre_norms + post_norms + block.output_scale
+
+
+def _layer_embedding_parameters(spec: LayerEmbeddingSpec | None, hidden: int) -> int:
+    if spec is None:
+        return 0
+    return spec.dim * (spec.vocab_size + 3 * hidden) + norm_parameters(spec.norm, hidden)
 
 
 def _mlp_parameters(spec: MlpSpec | MoeSpec | None, hidden: int) -> int:

@@ -42,15 +42,19 @@ def _count_attention(spec: AttentionSpec, hidden: int, seq_len: int) -> MixerCou
     if spec.module is not None:
         part = count_part(spec, hidden)
         return MixerCount(2 * part.matrices, 0, 4 * seq_len * width, 3 * seq_len * heads, part.total)
-    value_width, kv_value_width = heads * spec.value_size, kv_heads * spec.value_size
-    weights = hidden * (width * (1 + spec.gated) + kv_width + (0 if spec.values_are_keys else kv_value_width))
+    value_width = heads * spec.value_size
+    # Widths of the maps that a layer has itself.
+    key_width = kv_width if spec.has_keys else 0
+    kv_value_width = kv_heads * spec.value_size if spec.has_keys and not spec.values_are_keys else 0
+    weights = hidden * (width * (1 + spec.gated) + key_width + kv_value_width)
     parameters = weights + hidden * value_width + spec.out_bias * hidden + spec.sinks * heads
     if spec.bias:
-        parameters += width * (1 + spec.gated) + spec.key_bias * kv_width + (not spec.values_are_keys) * kv_value_width
+        parameters += width * (1 + spec.gated) + spec.key_bias * key_width + kv_value_width
     if spec.qk_norm is not None:
         sizes = (width, kv_width) if spec.qk_norm.over == "heads" else (spec.head_dim,) * 2
-        parameters += sum(norm_parameters(spec.qk_norm.norm, size) for size in sizes)
-    parameters += norm_parameters(spec.value_norm, spec.head_dim)
+        parameters += sum(norm_parameters(spec.qk_norm.norm, size) for size in sizes[: 1 + spec.has_keys])
+    if spec.has_keys:
+        parameters += norm_parameters(spec.value_norm, spec.head_dim)
     return MixerCount(
         inputs=2 * weights,
         output=2 * hidden * value_width,

@@ -16,6 +16,7 @@ import numpy as np
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.spec import DecoderSpec
+from lm_trainer.nn.stages import unpack_stream
 from lm_trainer.reproduce.record import is_bitwise_equal
 from lm_trainer.reproduce.rerun import Rerun
 from lm_trainer.reproduce.verify import find_differing_names
@@ -173,7 +174,7 @@ def _stream_checksums(setup: TrainingSetup, config: RunConfig) -> Callable[..., 
         model = setup.model.merge(params)
         streams = [*staged.streams(model, rows, key, staged.compute_memory(model, rows, key))]
         losses = jnp.stack(staged.head(model, streams[-1], rows, key)[:2])
-        return jnp.stack([checksum(x[None])[0] for x in [*(stream.x_BSD for stream in streams), losses]])
+        return jnp.stack([checksum(x[None])[0] for x in [*(unpack_stream(stream).x_BSD for stream in streams), losses]])
 
     return jax.jit(compute)
 

@@ -113,7 +113,7 @@ WITHOUT_EFFECT = {
 }
 """Fields that change nothing of what a model computes here, or that are read elsewhere."""
 
-SETTINGS = {"gemma4_text": {"hidden_size_per_layer_input": 0, **GEMMA4_EXPERTS}}
+SETTINGS = {"gemma4_text": GEMMA4_EXPERTS}
 """Settings without which the default model of a family has parts that are refused."""
 
 

@@ -250,6 +250,9 @@ TINY: dict[str, AnyModel] = {
         n_routed_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_dim=20,
+        layer_embedding_dim=6,
+        num_kv_shared_layers=1,
+        use_double_wide_mlp=True,
     ),
 }
 

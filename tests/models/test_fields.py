@@ -76,6 +76,8 @@ OTHER: dict[str, Any] = {
     "expert_kernel": "dense",
     "n_group": 2,
     "topk_group": 1,
+    "num_kv_shared_layers": 0,
+    "sliding_window_pattern": 1,
 }
 """A valid value that is not the tiny configuration's, where doubling or negating does not give one."""
 NOT_IN_THE_SPEC = {"type", "cross_entropy_block_size", "reference_checkpoint"}

@@ -38,6 +38,15 @@ LLAMA: dict[str, Any] = {
 }
 GEMMA2 = {**LLAMA, "type": "gemma2", "head_dim": 8, "sliding_window": 5}
 GEMMA4 = {**GEMMA2, "type": "gemma4", "global_head_dim": 16, "num_global_kv_heads": 1, "sliding_window_pattern": 3}
+GEMMA4_SMALL = {
+    **GEMMA4,
+    "num_layers": 4,
+    "sliding_window_pattern": 2,
+    "num_kv_shared_layers": 2,
+    "layer_embedding_dim": 6,
+    "use_double_wide_mlp": True,
+}
+"""Layers with token embeddings of their own, the last of which use the keys of earlier ones."""
 PREFIXED = {**LLAMA, "prefix": 1}
 """Stacks and compiles the first layer by itself."""
 GPT2 = {"type": "gpt2", "seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4}
@@ -127,13 +136,14 @@ def test_bits_are_equal_on_other_meshes(number: int) -> None:
 
 
 @pytest.mark.slow
-def test_layers_with_heads_of_other_sizes_have_equal_bits_on_several_devices() -> None:
-    config = config_of(GEMMA4)
+@pytest.mark.parametrize("model", [GEMMA4, GEMMA4_SMALL], ids=["heads of other sizes", "values between layers"])
+def test_bits_of_unlike_layers_are_equal_on_several_devices(model: dict[str, Any]) -> None:
+    config = config_of(model)
     scalars, grads = gradient(config, 8)
     one_device = gradient(config)
     assert scalars == one_device[0]
     jax.tree.map(np.testing.assert_array_equal, grads, one_device[1])
-    assert_close(one_device, gradient(config_of(GEMMA4, gather="model")))
+    assert_close(one_device, gradient(config_of(model, gather="model")))
 
 
 @pytest.mark.slow

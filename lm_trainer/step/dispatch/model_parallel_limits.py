@@ -86,6 +86,11 @@ def check_model(spec: DecoderSpec | None, sizes: Mapping[str, int]) -> None:
             "pipeline_axis_size cannot cut a model that predicts later tokens, because the last stage alone has what "
             "they are predicted from; set it to 1, or model.mtp_depth to 0"
         )
+    if spec.layer_embedding is not None:
+        raise UserError(
+            "pipeline_axis_size cannot cut a model whose layers have token embeddings of their own, because the first "
+            "stage alone has what they read; set it to 1, or model.layer_embedding_dim to null"
+        )
     if spec.num_routers:
         raise UserError(
             "pipeline_axis_size cannot cut a model with experts, because what its routers count is of whole "
