@@ -256,11 +256,15 @@ class _BlockLayout(NamedTuple):
         fused = self.fused and mixer.may_be_fused
         pairs = 0 if fused else mixer.heads // self.tensor * min(mixer.keys, self.seq_len)
         score_bytes = 2 * _FLOAT32 + (self.itemsize if self.itemsize < _FLOAT32 else 0)
+        layer = block.layer_embedding
+        # The gate, projection and rows of a layer's own embedding, their sum and product, the result and its norm.
+        embedding = 0 if layer is None else 6 * layer.dim + 2 * self.hidden
+        embedding_products = 0 if layer is None else 2 * layer.dim + self.hidden
         return _BlockSizes(
             # Eight arrays as wide as the model (residuals, norms, inputs and outputs of attention and MLP), three as
             # wide as the MLP (gate, up, their product), and the arrays of the mixer.
-            inside=8 * self.hidden + copies + (3 * mlp_width + mixer.inside) // self.tensor,
-            products=2 * self.hidden + (2 * mlp_width + mixer.products) // self.tensor,
+            inside=8 * self.hidden + copies + embedding + (3 * mlp_width + mixer.inside) // self.tensor,
+            products=2 * self.hidden + embedding_products + (2 * mlp_width + mixer.products) // self.tensor,
             scores=pairs * score_bytes,
         )
 
@@ -291,7 +295,7 @@ def _mixer_sizes(mixer: Mixer, length: int) -> _MixerSizes:
     ring = attention.scores.backend == "ring"
     keys = RingLayout.for_rows(attention, length, 1).size if ring else attention.scores.block_size or length
     width, kv_width = attention.num_heads * attention.head_dim, attention.kv_heads * attention.head_dim
-    inside, products = 4 * width, width + 2 * kv_width
+    inside, products = 4 * width, width + 2 * kv_width * attention.has_keys
     if isinstance(mixer, LatentSpec):
         value_width = mixer.num_heads * mixer.value_dim
         latents = mixer.latent_dim + mixer.rotary_dim + (mixer.query_latent_dim or 0)

@@ -86,6 +86,18 @@ GEMMA4_26B = Gemma4Config(
     n_routed_experts=128, num_experts_per_tok=8, moe_intermediate_dim=704,
 )  # fmt: skip
 
+_GEMMA4_SMALL: dict[str, Any] = {
+    "seq_len": 131072, "num_heads": 8, "num_global_kv_heads": None, "attention_k_eq_v": False, "sliding_window": 512,
+    "layer_embedding_dim": 256,
+}  # fmt: skip
+GEMMA4_E2B = Gemma4Config(
+    **_GEMMA4_SMALL, hidden_dim=1536, intermediate_dim=6144, num_layers=35, num_kv_heads=1, sliding_window_pattern=5,
+    num_kv_shared_layers=20, use_double_wide_mlp=True,
+)  # fmt: skip
+GEMMA4_E4B = Gemma4Config(
+    **_GEMMA4_SMALL, hidden_dim=2560, intermediate_dim=10240, num_layers=42, num_kv_heads=2, num_kv_shared_layers=18,
+)  # fmt: skip
+
 
 def another(name: str, value: Any) -> Any:
     if name in OTHER:
@@ -150,9 +162,11 @@ def test_defaults_are_llama_2_7b():
         (GptOssConfig(), 201088, 20_914_757_184),
         (GptOssConfig(num_layers=36, n_routed_experts=128), 201088, 116_829_156_672),
         (Granite4Config(), 100352, 6_939_037_248),
-        # transformers has 60 fewer parameters, because the factors of the layers are buffers there.
+        # transformers has a parameter fewer for each layer of Gemma 4, because their factors are buffers there.
         (Gemma4Config(), 262144, 30_697_345_340),
         (GEMMA4_26B, 262144, 25_233_141_790),
+        (GEMMA4_E2B, 262144, 4_628_569_379),
+        (GEMMA4_E4B, 262144, 7_463_013_418),
         (Qwen35Config(), 248320, 26_895_998_464),
         (Qwen35MoeConfig(), 248320, 34_660_610_688),
         (Llama4Config(), 202048, 107_769_861_120),
@@ -160,8 +174,8 @@ def test_defaults_are_llama_2_7b():
     ],
     ids=["Mistral 7B", "Llama 3 8B", "Gemma 2 2B", "Qwen3 0.6B", "SmolLM3 3B", "StarCoder2 3B", "R7B", "GLM-4 9B",
          "Seed-OSS 36B", "nanochat d20", "MiniCPM3 4B", "DeepSeek-V3", "DeepSeek-V2 Lite", "Mamba 2 2.7B",
-         "gpt-oss 20B", "gpt-oss 120B", "Granite 4 H Tiny", "Gemma 4 31B", "Gemma 4 26B A4B", "Qwen3.5 27B",
-         "Qwen3.5 35B A3B", "Llama 4 Scout", "Llama 4 Maverick"],
+         "gpt-oss 20B", "gpt-oss 120B", "Granite 4 H Tiny", "Gemma 4 31B", "Gemma 4 26B A4B", "Gemma 4 E2B",
+         "Gemma 4 E4B", "Qwen3.5 27B", "Qwen3.5 35B A3B", "Llama 4 Scout", "Llama 4 Maverick"],
 )  # fmt: skip
 def test_published_sizes(config, vocab_size, parameters):
     assert parameter_count(config.spec(vocab_size)) == parameters
