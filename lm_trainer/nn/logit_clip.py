@@ -65,9 +65,9 @@ def attach_logit_params(model: nnx.Module, limit: float) -> None:
     The factor g = limit / largest logit multiplies the logits of a head:
 
     - Heads with keys of their own: queries and keys are multiplied by sqrt(g) each, as in the paper, with their biases.
-    - Keys that several heads of queries share, and keys that are values too: the queries are multiplied by g. Smaller
-      keys would change the other heads, or the values. The paper does the same for the shared rotary part of latent
-      attention.
+    - Keys that several heads of queries or several layers share, and keys that are values too: the queries are
+      multiplied by g. Smaller keys would change the other heads and layers, or the values. The paper does the same for
+      the shared rotary part of latent attention.
     - Latent attention: the parts of queries and keys without positions are multiplied by sqrt(g), and the rotary part
       of queries by g.
     """
@@ -83,8 +83,8 @@ def attach_logit_params(model: nnx.Module, limit: float) -> None:
 
 def _scales(module: Attention) -> tuple[HeadScale, ...]:
     spec = module.spec
-    shared = spec.kv_heads != spec.num_heads or spec.values_are_keys
-    linears = {"q": module.q} if shared else {"q": module.q, "k": module.k}
+    shared = spec.kv_heads != spec.num_heads or spec.values_are_keys or spec.sharing is not None
+    linears = {"q": module.q} if shared or module.k is None else {"q": module.q, "k": module.k}
     power = 1.0 if shared else 0.5
     return tuple(
         HeadScale(f"{name}.{part}", 0, spec.head_dim, power)

@@ -155,6 +155,7 @@ def test_bits_of_unlike_layers_are_equal_on_several_devices(model: dict[str, Any
         pytest.param(MIXTRAL, {"expert": 2}, marks=pytest.mark.exhaustive),
         (MIXTRAL, {"expert": 2, "context": 2}),
         ({**LLAMA, "attn_backend": "ring"}, {"context": 4}),
+        (GEMMA4_SMALL, {"context": 2}),
         (BACKPACK, {"context": 2, "model": 2}),
     ],
     ids=lambda settings: settings.get("type", "-".join(settings)),
