@@ -15,10 +15,10 @@ import resource
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks.setting import describe_load, describe_setting
+from lm_trainer.core.runtime import resident_bytes
 
 DEVICES, VOCAB, ROWS, LENGTH = 8, 2048, 8, 256
 
@@ -89,8 +89,7 @@ def start_memory_guard(limit_gib: float) -> None:
 
     def watch() -> None:
         while True:
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            if pages * os.sysconf("SC_PAGE_SIZE") > limit_gib * 2**30:
+            if (resident_bytes() or 0) > limit_gib * 2**30:
                 print(f"more than {limit_gib} GiB: stopped", flush=True)
                 os._exit(1)
             time.sleep(0.05)

@@ -124,7 +124,7 @@ def main() -> None:
             markdown_table(heads, rows),
             "",
             f"Medians over {options.pairs} pairs of an update, in alternating order; float32, one device, with the",
-            "clipping of the gradient and the change of the weights. The plain programs are those of",
+            "clipping of the gradient and the change of the weights. The plain programs are in",
             "`benchmarks/plain_optimizers.py`; Muon is `optax.contrib.muon`. No matrix is split into blocks. The means",
             "include what is not done in every update, such as the bases of SOAP.",
             "",

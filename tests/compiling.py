@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from lm_trainer.core.nested_collectives import has_nested_collectives
-from lm_trainer.core.runtime import return_freed_memory
+from lm_trainer.core.runtime import resident_bytes, return_freed_memory
 from tests.compile_cache import read_program, write_program
 
 
@@ -178,8 +178,6 @@ MAPS = Path("/proc/self/maps")
 """One line for each piece of memory of this process; only Linux has it."""
 MOST_MAPS = 20_000
 """Linux gives a process 65,530, and one file of tests takes up to 30,000."""
-RESIDENT = Path("/proc/self/statm")
-"""The second number is this process' pages in memory; only Linux has it."""
 MOST_GROWTH = 2e9
 """Bytes by which the memory of this process grows before it is freed. Three workers share a machine of 24 GB."""
 
@@ -209,18 +207,17 @@ def free_memory(most: float = MOST_GROWTH) -> None:
     Args:
         most: bytes by which memory may grow before.
     """
-    if resident() - _Memory.resident <= most:
+    if _growth() <= most:
         return
     return_freed_memory()
-    if resident() - _Memory.resident > most / 2:
+    if _growth() > most / 2:
         _free_programs()
         return_freed_memory()
-        _Memory.resident = resident()
+        _Memory.resident += _growth()
 
 
-def resident() -> int:
-    """Returns the bytes of this process in memory, or 0 where the system does not tell."""
-    return int(RESIDENT.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if RESIDENT.exists() else 0
+def _growth() -> int:
+    return (resident_bytes() or 0) - _Memory.resident
 
 
 def _free_programs() -> None:

@@ -356,18 +356,18 @@ def test_a_record_says_what_ran(tmp_path: Path) -> None:
 
 FREES_MEMORY = """
 import numpy as np
-from lm_trainer.core.runtime import keep_freed_memory
-from tests.compiling import free_memory, resident
+from lm_trainer.core.runtime import keep_freed_memory, resident_bytes
+from tests.compiling import free_memory
 
 assert keep_freed_memory()
-before = resident()
+before = resident_bytes()
 arrays = [np.ones(1 << 24, np.uint8) for _ in range(32)]
 del arrays
-assert resident() - before > 500e6
+assert resident_bytes() - before > 500e6
 free_memory(most=1e9)
-assert resident() - before > 500e6
+assert resident_bytes() - before > 500e6
 free_memory(most=400e6)
-assert resident() - before < 100e6
+assert resident_bytes() - before < 100e6
 """
 
 

@@ -23,13 +23,16 @@ MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 together."""
 MEMORY_FRACTION = "0.9"
 """JAX's own default of 0.75 leaves a quarter unused, but NCCL, cuDNN and CUDA only need 1 to 3 GB outside of it."""
+ASYNC_DISPATCH = "PJRT_GPU_ENABLE_ASYNC_DISPATCH"
+"""Environment variable that gives each GPU a thread of its own, which starts its kernels. By default the thread of
+Python starts the kernels of all GPUs of a process, one after another. XLA ignores a variable that it does not know."""
 _OTHER_ALLOCATION = ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR")
 
 
 def set_gpu_flags(
     environ: MutableMapping[str, str] = os.environ, *, devices: Path = Path("/dev"), jaxlib: str | None = None
 ) -> list[str]:
-    """Adds `GPU_FLAGS` and `MEMORY_FRACTION` on a machine with NVIDIA GPUs. Call it before importing jax.
+    """Adds `GPU_FLAGS`, `MEMORY_FRACTION` and `ASYNC_DISPATCH` where there are NVIDIA GPUs. Call it before importing jax.
 
     Args:
         environ: environment with XLA_FLAGS. Flags and variables that are already present are kept.
@@ -49,8 +52,10 @@ def set_gpu_flags(
     added = [f"--{name}={value}" for name, value in GPU_FLAGS.items() if supported and name not in present_names]
     if added:
         environ["XLA_FLAGS"] = " ".join([*present, *added])
-        changes.append(f"XLA_FLAGS gained {' '.join(added)}; a value of yours in the environment wins")
+        changes.append(f"XLA_FLAGS gained {' '.join(added)}")
+    variables = {ASYNC_DISPATCH: "1"} if ASYNC_DISPATCH not in environ else {}
     if not any(name in environ for name in (*MEMORY_VARIABLES, *_OTHER_ALLOCATION)):
-        environ[MEMORY_VARIABLES[0]] = MEMORY_FRACTION
-        changes.append(f"{MEMORY_VARIABLES[0]} is {MEMORY_FRACTION}; a value of yours in the environment wins")
-    return changes
+        variables[MEMORY_VARIABLES[0]] = MEMORY_FRACTION
+    environ.update(variables)
+    changes += [f"{name} is {value}" for name, value in variables.items()]
+    return [f"{change}; a value of yours in the environment wins" for change in changes]

@@ -45,7 +45,7 @@ class HfTensor:
     tensor contains all experts of a layer).
 
     Several of our parameters are concatenated along the last dimension, in order. A layer without these parameters has
-    no such tensor. Without `{}`, a parameter of a layer stands for the parameters of all layers.
+    no such tensor. A tensor without `{}` whose parameter has it contains this parameter of every layer.
     """
 
     hf: str
@@ -355,13 +355,13 @@ def file_tensors(family: HfFamily, leaves: Mapping[str, ParamInfo]) -> list[File
 
 
 def _find_slices(tensor: HfTensor, leaves: Mapping[str, ParamInfo]) -> tuple[ParamSlice, ...]:
-    """Returns the slices of a tensor that is not one of a layer; none if the model lacks its parameters."""
+    """Returns the slices of a tensor that belongs to no single layer; none if the model lacks its parameters."""
     if "{}" not in tensor.params[0]:
-        found = all(path in leaves for path in tensor.params)
-        return tuple(ParamSlice(path, (), leaves[path]) for path in tensor.params) if found else ()
+        is_complete = all(path in leaves for path in tensor.params)
+        return tuple(ParamSlice(path, (), leaves[path]) for path in tensor.params) if is_complete else ()
     (template,) = tensor.params
-    places = slot_of_each_layer(_find_layers_by_slot(leaves, template.partition("blocks.{}")[0]))
-    paths = [(template.format(slot), row) for slot, row in places]
+    layers_by_slot = _find_layers_by_slot(leaves, template.partition("blocks.{}")[0])
+    paths = [(template.format(slot), row) for slot, row in slot_of_each_layer(layers_by_slot)]
     return tuple(ParamSlice(path, (row,), leaves[path]) for path, row in paths if path in leaves)
 
 

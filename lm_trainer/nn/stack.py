@@ -117,7 +117,7 @@ def run_layer(  # noqa: PLR0913 - as for `run_blocks`
     keys: SharedKeys | None = None,
     remat: Remat = "none",
     in_loop: bool = True,
-) -> Carry:
+) -> tuple[jax.Array, SharedKeys | None, RouterStats | None]:
     """Runs one layer as `run_blocks` does. Returns the stream after it, the keys that layers share, and the sums of
     router statistics including it.
 
@@ -134,7 +134,9 @@ def run_layer(  # noqa: PLR0913 - as for `run_blocks`
     """
     apply = _apply_with_remat(remat, in_loop=in_loop)
     layer_key = None if key is None else jax.random.fold_in(key, layer)
-    return apply(block, (x_BSD, keys, stats), context, layer, layer_key)
+    x_BSD, shared, stats = apply(block, (x_BSD, keys, stats), context, layer, layer_key)
+    assert shared is None or isinstance(shared, SharedKeys)
+    return x_BSD, shared, stats
 
 
 def _run_unrolled(run: _Run, carry: Carry, slots: Sequence[Block], num_layers: int) -> Carry:

@@ -199,7 +199,7 @@ def decoder_stages(spec: DecoderSpec, dtype: DTypeLike, head: HeadFn, memory: Me
         ring = uses_ring(spec.blocks, dtype, batch.tokens.shape[1])
         return ring, (lambda x: to_zigzag(jnp.asarray(x))) if ring else jnp.asarray
 
-    def pack(x_BSD: jax.Array, first: FirstValues | None, keys: Any) -> jax.Array | PassedValues:
+    def pack(x_BSD: jax.Array, first: FirstValues | None, keys: SharedKeys | None) -> jax.Array | PassedValues:
         return x_BSD if first is None and keys is None else PassedValues(x_BSD, first, keys)
 
     def embed(model: Decoder, batch: Batch, key: jax.Array | None) -> Stream:

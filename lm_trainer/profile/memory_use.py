@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 
-_STATM = Path("/proc/self/statm")
+from lm_trainer.core.runtime import resident_bytes
 
 
 def memory_meter() -> Callable[[], dict[str, float]]:
@@ -22,7 +21,7 @@ def memory_meter() -> Callable[[], dict[str, float]]:
 
     def measure() -> dict[str, float]:
         metrics = {}
-        if (host := _resident_bytes()) is not None:
+        if (host := resident_bytes()) is not None:
             metrics["memory/host"] = host / 2**30
         if counting:
             metrics["memory/device_peak"] = max(map(_peak_bytes, counting)) / 2**30
@@ -36,13 +35,6 @@ def host_memory() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):
-        return None
-
-
-def _resident_bytes() -> int | None:
-    try:
-        return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
         return None
 
 

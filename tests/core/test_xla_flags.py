@@ -22,10 +22,12 @@ def gpu(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("environ", [{}, {"JAX_PLATFORMS": "cuda,cpu"}, {"XLA_FLAGS": ""}])
 def test_a_gpu_gets_them_and_the_person_is_told(gpu: Path, environ: dict[str, str]) -> None:
-    flags, memory = set_gpu_flags(environ, devices=gpu, jaxlib="0.10.2")
+    flags, dispatch, memory = set_gpu_flags(environ, devices=gpu, jaxlib="0.10.2")
     assert environ["XLA_FLAGS"] == FLAG
     assert environ["XLA_CLIENT_MEM_FRACTION"] == "0.9"
+    assert environ["PJRT_GPU_ENABLE_ASYNC_DISPATCH"] == "1"
     assert FLAG in flags
+    assert "PJRT_GPU_ENABLE_ASYNC_DISPATCH is 1" in dispatch
     assert "XLA_CLIENT_MEM_FRACTION is 0.9" in memory
 
 
@@ -33,9 +35,14 @@ def test_the_users_own_stay(gpu: Path) -> None:
     environ = {"XLA_FLAGS": "--xla_dump_to=/x"}
     set_gpu_flags(environ, devices=gpu, jaxlib="0.10.2")
     assert environ["XLA_FLAGS"] == f"--xla_dump_to=/x {FLAG}"
-    environ = {"XLA_FLAGS": FLAG.replace("true", "false"), "XLA_CLIENT_MEM_FRACTION": "0.5"}
+    environ = {
+        "XLA_FLAGS": FLAG.replace("true", "false"),
+        "XLA_CLIENT_MEM_FRACTION": "0.5",
+        "PJRT_GPU_ENABLE_ASYNC_DISPATCH": "0",
+    }
+    before = dict(environ)
     assert set_gpu_flags(environ, devices=gpu, jaxlib="0.10.2") == []
-    assert environ == {"XLA_FLAGS": FLAG.replace("true", "false"), "XLA_CLIENT_MEM_FRACTION": "0.5"}
+    assert environ == before
 
 
 @pytest.mark.parametrize(

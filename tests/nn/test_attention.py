@@ -89,6 +89,7 @@ def test_upcast_keeps_scores_in_float32():
         spec = dataclasses.replace(SPEC, scores=ScoreSpec(upcast=upcast))
         module = built(lambda spec=spec: Attention(spec, N * H, init=make_init(2.0)))
         weight_of(module.out)[...] = jnp.eye(N * H).reshape(N, H, N * H)
+        assert module.k is not None
         assert module.v is not None
         q, k, v = (np.asarray(linear(x), np.float32) for linear in (module.q, module.k, module.v))
         exact = brute_force(q / math.sqrt(H), k, v, SEGMENTS).reshape(B, S, N * H)
