@@ -32,7 +32,7 @@ _OTHER_ALLOCATION = ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCAT
 def set_gpu_flags(
     environ: MutableMapping[str, str] = os.environ, *, devices: Path = Path("/dev"), jaxlib: str | None = None
 ) -> list[str]:
-    """Adds `GPU_FLAGS`, `MEMORY_FRACTION` and `ASYNC_DISPATCH` where there are NVIDIA GPUs. Call it before importing jax.
+    """Sets `GPU_FLAGS`, `MEMORY_FRACTION` and `ASYNC_DISPATCH` if there are NVIDIA GPUs. Call it before importing jax.
 
     Args:
         environ: environment with XLA_FLAGS. Flags and variables that are already present are kept.

@@ -218,7 +218,7 @@ class MlpSpec:
 
 @dataclass(frozen=True)
 class LayerEmbeddingSpec:
-    """A token embedding of the layer's own, which a gate adds to the stream (Gemma 3n, 2025).
+    """A token embedding of the layer's own, which a gate adds to the stream (per-layer embeddings, Google 2025).
 
         x += norm(out(activation(gate(x)) * e)),    e = (n(project(x_0)) + sqrt(dim) table[token]) / sqrt(2)
 
