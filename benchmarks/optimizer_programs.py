@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from operator import truediv
 from pathlib import Path
 
 import jax
@@ -40,7 +41,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "soap": {"partition_grads_into_blocks": False},
     "kron": {"partition_grads_into_blocks": False},
 }
-"""What makes the rule the one that the plain program has."""
+"""Settings with which our rule computes what the plain program computes."""
 
 
 def make_update(rule: optax.GradientTransformation, weights: Arrays, grads: Arrays) -> Callable[[], float]:
@@ -98,7 +99,7 @@ def measure(shape: str, name: str, pairs: int) -> dict[str, list[float]]:
 
 
 def table_row(name: str, seconds: Mapping[str, list[float]]) -> list[str]:
-    ratios = [ours / plain for ours, plain in zip(seconds["ours"], seconds["plain"], strict=True)]
+    ratios = [*map(truediv, seconds["ours"], seconds["plain"])]
     medians = [f"{statistics.median(seconds[program]):.3f}" for program in ("ours", "plain")]
     mean = sum(seconds["ours"]) / sum(seconds["plain"])
     return [f"`{name}`", *medians, f"{statistics.median(ratios):.2f}", quartiles(ratios, ".2f"), f"{mean:.2f}"]

@@ -363,9 +363,9 @@ class Gemma4Config(OptionalExpertsConfig):
             if with_keys == self.num_layers:
                 return replace(block, mixer=mixer)
             last_with_keys = max(layer for layer in range(with_keys) if kinds[layer] == kind)
-            own = number < with_keys
-            mixer = replace(mixer, sharing=KeySharingSpec(last_with_keys, own))
-            return replace(block, mixer=mixer, mlp=block.mlp if own else wide)
+            has_keys = number < with_keys
+            mixer = replace(mixer, sharing=KeySharingSpec(last_with_keys, has_keys))
+            return replace(block, mixer=mixer, mlp=block.mlp if has_keys else wide)
 
         return self.decoder_spec(
             vocab_size,

@@ -292,7 +292,7 @@ class Attention(nnx.Module):
         `key` is for dropout of the probabilities, `adapter_key` for dropout in adapters.
         """
         sharing = self.spec.sharing
-        if sharing is not None and not sharing.own:
+        if sharing is not None and not sharing.has_keys:
             assert isinstance(cache, SharedKeys | KvCache | SizedKvCache | StateCache)
             q_BSNH = self._project_queries(x_BSD, context.positions_BS, adapter_key)
             sizes = self.spec.kv_heads, self.spec.head_dim, self.spec.value_size

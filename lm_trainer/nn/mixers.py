@@ -33,7 +33,7 @@ class MixerModule(Protocol):
     ) -> tuple[jax.Array, LayerCache | SharedKeys | None]:
         """Returns [B, S, D] in the dtype of `x_BSD`, and the cache with the new positions.
 
-        In a model in which layers share keys, all mixers are attention and take `SharedKeys` in place of no cache.
+        In a model in which layers share keys, all mixers are attention, and `cache` is `SharedKeys` without a cache.
 
         A result depends on its own position and earlier ones of the same segment, including positions in the cache.
         `key` is for dropout inside the mixer, `adapter_key` for dropout in adapters.

@@ -130,7 +130,7 @@ class KeySharingSpec:
 
     layer: int
     """Number of the layer that computes them. All layers that use them come after every layer that computes keys."""
-    own: bool
+    has_keys: bool
     """True: the layer computes its own keys and values, as `layer` does. False: it uses the ones of `layer`."""
 
 
@@ -188,7 +188,7 @@ class AttentionSpec:
     @property
     def has_keys(self) -> bool:
         """True if the layer computes its own keys and values."""
-        return self.sharing is None or self.sharing.own
+        return self.sharing is None or self.sharing.has_keys
 
 
 @dataclass(frozen=True)
