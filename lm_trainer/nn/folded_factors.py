@@ -75,6 +75,8 @@ def _find_factors(model: Decoder, factors: ForwardFactors) -> Iterator[_Found]:
                 yield from _sublayer_params(node.attention, node.attention_post_norm, factors.residual)
                 yield from _sublayer_params(node.mlp, node.mlp_post_norm, factors.residual)
                 yield from _sublayer_params(node.cross, node.cross_post_norm, factors.residual)
+                if (embedding := node.layer_embedding) is not None:
+                    yield from _sublayer_params(embedding, embedding.norm, factors.residual)
             case Attention() | CrossAttention():
                 yield from _query_params(node, factors.queries.get(node.spec, 1.0))
             case LatentAttention():

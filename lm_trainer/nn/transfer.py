@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.expert_spec import MoeSpec
 from lm_trainer.nn.mixer_spec import DeltaSpec, Mixer, StateSpaceSpec, softmax_spec
-from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, NormSpec
+from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, LayerEmbeddingSpec, NormSpec
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ def _check_parts(spec: DecoderSpec, base: DecoderSpec) -> None:
     for block, base_block in zip(spec.blocks, base.blocks, strict=True):
         _check_experts(block, base_block)
         _check_states(block.mixer, base_block.mixer)
+        _check_layer_embedding(block.layer_embedding, base_block.layer_embedding)
     if spec.init_std != base.init_std:
         raise UserError("base and model have different initial standard deviations; set the value of the base in model")
 
@@ -131,6 +132,14 @@ def _check_states(mixer: Mixer, base: Mixer) -> None:
         raise UserError(
             "the states of the recurrent layers of base and model differ in size; there is no published rule for that, "
             "so widen the model by the number of heads"
+        )
+
+
+def _check_layer_embedding(spec: LayerEmbeddingSpec | None, base: LayerEmbeddingSpec | None) -> None:
+    if spec is not None and base is not None and spec.dim != base.dim:
+        raise UserError(
+            f"each layer has a token embedding of its own, of size {base.dim} in the base and {spec.dim} in the model; "
+            f"there is no published rule for that, so keep the size of the base"
         )
 
 

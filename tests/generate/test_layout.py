@@ -13,7 +13,7 @@ from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.linear import Linear
 from lm_trainer.nn.lora import attach_lora
 from lm_trainer.nn.lora_config import LoraConfig
-from lm_trainer.nn.mixer_spec import state_arrays
+from lm_trainer.nn.mixer_spec import cache_sizes
 from tests.compiling import quick_jit
 from tests.models.common import TINY, VOCAB, WITHOUT_OWN_PARTS
 
@@ -29,10 +29,15 @@ TOKENS = np.random.default_rng(0).integers(0, VOCAB, (3, 5))
 )
 def test_logits_are_those_of_the_model(family: str) -> None:
     model = built(family)
-    if any(state_arrays(block.mixer) for block in model.spec.blocks):
+    if any(cache_sizes(block.mixer) is None for block in model.spec.blocks):
         assert to_decoding_layout(model) is model
     else:
         assert_alike(model)
+
+
+@pytest.mark.slow
+def test_layers_with_heads_of_two_sizes() -> None:
+    assert_alike(built("gemma4", num_kv_shared_layers=0))
 
 
 @pytest.mark.slow

@@ -242,6 +242,12 @@ def test_the_standard_parametrization_has_the_hash_of_runs_before_there_was_a_ch
             {},
             "sense vectors",
         ),
+        (
+            {**LLAMA, "type": "gemma4", "num_global_kv_heads": 2, "layer_embedding_dim": 8},
+            {"type": "mup", "base": {"hidden_dim": 8, "layer_embedding_dim": 4}},
+            {},
+            "a token embedding of its own, of size 4 in the base and 8 in the model",
+        ),
     ],
 )
 def test_parts_without_a_rule_are_refused_by_name(
