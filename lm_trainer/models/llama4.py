@@ -18,7 +18,7 @@ from lm_trainer.models.no_rope import (
     no_rope_to_hf,
 )
 from lm_trainer.models.qwen_moe import check_layers_exist
-from lm_trainer.models.rope import AnyRope, DefaultRope, rope_from_hf
+from lm_trainer.models.rope import AnyRope, DefaultRope, normalized_rotation, rope_from_hf
 from lm_trainer.models.rotary import (
     ATTENTION,
     BLOCK,
@@ -32,7 +32,7 @@ from lm_trainer.models.rotary import (
     hf_fields,
 )
 from lm_trainer.nn.expert_spec import RouterSpec, SharedExpertSpec
-from lm_trainer.nn.spec import BlockSpec, DecoderSpec, NormSpec, PositionScaleSpec, QkNormSpec
+from lm_trainer.nn.spec import BlockSpec, DecoderSpec, NormSpec, PositionScaleSpec
 
 _LAYERS, _THETA = 48, 500_000.0
 
@@ -177,13 +177,12 @@ class Llama4Config(LayersWithoutRopeConfig, GroupedExpertsConfig):
         plain = replace(self.attention_spec(), bias=self.use_bias, out_bias=self.use_bias)
         scale = PositionScaleSpec(self.floor_scale, self.attn_scale) if self.attn_temperature_tuning else None
         without_rope = replace(plain, positions=None, scores=replace(plain.scores, position_scale=scale))
-        # The file normalizes after the rotation, which does not change the root mean square.
-        norm = NormSpec(kind="rms", eps=self.layer_norm_epsilon, bias=False, scale=False)
+        rope, qk_norm = self.rope.spec(self.seq_len), None
+        if self.use_qk_norm:
+            norm = NormSpec(kind="rms", eps=self.layer_norm_epsilon, bias=False, scale=False)
+            rope, qk_norm = normalized_rotation(rope, norm)
         with_rope = replace(
-            plain,
-            positions=replace(self.rope.spec(self.seq_len), interleaved=True),
-            qk_norm=QkNormSpec(norm) if self.use_qk_norm else None,
-            chunk=self.attention_chunk_size,
+            plain, positions=replace(rope, interleaved=True), qk_norm=qk_norm, chunk=self.attention_chunk_size
         )
         router = RouterSpec(scores="sigmoid", renormalize=False)
         shared = SharedExpertSpec(self.moe_intermediate_dim)

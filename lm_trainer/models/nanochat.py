@@ -10,7 +10,7 @@ from pydantic import Field
 
 from lm_trainer.models.base import ActivationName
 from lm_trainer.models.hf_table import HfFamily, HfTensor, linear_tensors
-from lm_trainer.models.rope import rope_from_hf, without_magnitude
+from lm_trainer.models.rope import normalized_rotation, rope_from_hf
 from lm_trainer.models.rotary import (
     ATTENTION,
     BLOCK,
@@ -22,7 +22,7 @@ from lm_trainer.models.rotary import (
     heads_from_hf,
     hf_fields,
 )
-from lm_trainer.nn.spec import BlockSpec, DecoderSpec, EmbeddingSpec, MlpSpec, NormSpec, QkNormSpec
+from lm_trainer.nn.spec import BlockSpec, DecoderSpec, EmbeddingSpec, MlpSpec, NormSpec
 
 _MLP = (
     *linear_tensors(f"{LAYER}.mlp.fc1", f"{BLOCK}.mlp.up"),
@@ -95,14 +95,8 @@ class NanochatConfig(RotaryConfig):
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         norm = self.norm_spec()
-        # The model normalizes after the rotation, which is the same, because the norms have no gains. The magnitude of
-        # a scaled rotation cancels, except that epsilon is added to squares that it multiplies.
-        rope, magnitude = without_magnitude(self.rope.spec(self.seq_len))
-        attention = replace(
-            self.attention_spec(),
-            positions=replace(rope, backward=True),
-            qk_norm=QkNormSpec(replace(norm, eps=norm.eps / magnitude**2)),
-        )
+        rope, qk_norm = normalized_rotation(self.rope.spec(self.seq_len), norm)
+        attention = replace(self.attention_spec(), positions=replace(rope, backward=True), qk_norm=qk_norm)
         block = BlockSpec(attention, self.mlp_spec(), pre_norm=norm)
         return self.decoder_spec(
             vocab_size,

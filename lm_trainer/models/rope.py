@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from lm_trainer.core.config import Config
 from lm_trainer.nn.rope_spec import LinearScaling, LongRopeScaling, RopeSpec, WavelengthScaling, YarnScaling
+from lm_trainer.nn.spec import NormSpec, QkNormSpec
 
 _Scaling = LinearScaling | WavelengthScaling | YarnScaling | LongRopeScaling | None
 
@@ -306,11 +307,15 @@ def ropes_to_hf(rope: RopeConfig, local_theta: float) -> dict[str, Any]:
     return {**shared, "rope_parameters": parameters, "rope_local_base_freq": local_theta}
 
 
-def without_magnitude(spec: RopeSpec) -> tuple[RopeSpec, float]:
-    """Returns a rotation that keeps the size of what it rotates, and the factor by which the given one changes it."""
-    if not isinstance(spec.scaling, YarnScaling | LongRopeScaling):
-        return spec, 1.0
-    return replace(spec, scaling=replace(spec.scaling, magnitude=1.0)), spec.scaling.magnitude
+def normalized_rotation(rope: RopeSpec, norm: NormSpec) -> tuple[RopeSpec, QkNormSpec]:
+    """Returns a rotation, and a norm before it, that compute what `norm` without a gain computes after `rope`.
+
+    The magnitude of a scaled rotation cancels, except that epsilon is added to squares that it multiplies.
+    """
+    if not isinstance(rope.scaling, YarnScaling | LongRopeScaling):
+        return rope, QkNormSpec(norm)
+    unscaled = replace(rope, scaling=replace(rope.scaling, magnitude=1.0))
+    return unscaled, QkNormSpec(replace(norm, eps=norm.eps / rope.scaling.magnitude**2))
 
 
 def fraction_from_hf(hf: Mapping[str, Any], default: float, older: str = "partial_rotary_factor") -> float:

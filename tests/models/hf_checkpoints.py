@@ -293,7 +293,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
         [{"num_experts_per_tok": 2}, {"moe_layers": [0, 1]}, {"no_rope_layers": [1, 1, 1, 0]}, {"use_qk_norm": False},
          {"attention_chunk_size": 12}, {"attn_temperature_tuning": False}, {"floor_scale": 6}, {"attn_scale": 0.5},
          {"attention_bias": True}, {"tie_word_embeddings": True}, {"rms_norm_eps": 0.1},
-         {"rope_parameters": {**PLAIN, "rope_theta": 100.0}}],
+         {"rope_parameters": {**PLAIN, "rope_theta": 100.0}}, {"rope_parameters": YARN},
+         {"rope_parameters": YARN, "use_qk_norm": False}],
     ),
     "granitemoehybrid": (
         "GraniteMoeHybrid",
