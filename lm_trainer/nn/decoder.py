@@ -60,8 +60,8 @@ class Embedding(nnx.Module):
         """Returns what the layers' own embeddings read, given the stream before the first layer; None without them."""
         if self.layer_norm is None:
             return None
-        gain_P = self.layer_norm.gain()
-        return FirstValues(x_BSD, jnp.broadcast_to(gain_P[None, None], (*x_BSD.shape[:2], len(gain_P))))
+        gain_11P = self.layer_norm.gain(x_BSD)
+        return FirstValues(x_BSD, jnp.broadcast_to(gain_11P, (*x_BSD.shape[:2], gain_11P.shape[-1])))
 
     def lookup(self, tokens_BS: jax.Array) -> jax.Array:
         """Looks up rows of the token table without further operations; a token past the end of the table gives NaN."""

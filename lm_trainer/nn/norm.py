@@ -30,10 +30,11 @@ class Norm(nnx.Module):
         self.scale = init.constant(axis, 0.0 if spec.unit_offset else 1.0) if spec.scale else None
         self.bias = init.constant(axis, 0.0) if spec.bias else None
 
-    def gain(self) -> jax.Array:
-        """Returns the learned factor of each dimension, float32 [D]; only with `scale`."""
+    def gain(self, x: jax.Array) -> jax.Array:
+        """Returns the learned factor of each dimension, float32 in the rank of `x`, [..., D]; only with `scale`."""
         assert self.scale is not None
-        scale = read(self.scale, jnp.float32)
+        scale = with_rank_of(read(self.scale, jnp.float32), x)
+        # Added in float32: just above 1, bfloat16 has steps of 1/128.
         return 1.0 + scale if self.spec.unit_offset else scale
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -47,9 +48,7 @@ class Norm(nnx.Module):
         # so both kinds of norm share this line.
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.spec.eps)
         if self.scale is not None:
-            scale = with_rank_of(read(self.scale, jnp.float32), y)
-            # Added in float32: just above 1, bfloat16 has steps of 1/128.
-            y = y * (1.0 + scale if self.spec.unit_offset else scale)
+            y = y * self.gain(y)
         if self.bias is not None:
             y = y + with_rank_of(read(self.bias, jnp.float32), y)
         if self.spec.factor is not None:
