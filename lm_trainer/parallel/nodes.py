@@ -9,6 +9,9 @@ from jax.sharding import Mesh
 from lm_trainer.core.jax_types import Device
 from lm_trainer.parallel.mesh import batch_shards
 
+_COMPILE_ONLY = "compile_only_runtime"
+"""JAX's name of the runtime of devices that are described for a compiler and do not exist."""
+
 
 def node_index(device: Device) -> int:
     """Returns the index of the node that a device belongs to.
@@ -17,7 +20,10 @@ def node_index(device: Device) -> int:
     Devices without this attribute, such as CPUs, belong to the node of their process.
     """
     index = getattr(device, "slice_index", None)
-    return device.process_index if index is None else index
+    # JAX describes GPUs for which programs are only compiled with one process per node, but with the same slice index
+    # in all nodes.
+    described = device.platform == "gpu" and getattr(device.client, "runtime_type", None) == _COMPILE_ONLY
+    return device.process_index if index is None or described else index
 
 
 def num_batch_nodes(mesh: Mesh) -> int:

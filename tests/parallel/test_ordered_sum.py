@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -203,6 +204,16 @@ def test_nodes_that_are_no_subtrees_of_the_sum_are_not_counted(
 ) -> None:
     monkeypatch.setattr(nodes_module, "node_index", lambda device: nodes.get(device.id, 0))
     assert num_batch_nodes(build_mesh(MeshShape(), jax.devices()[: len(devices or nodes)])) == count
+
+
+@pytest.mark.parametrize(
+    ("platform", "runtime", "node"),
+    [("gpu", "pjrt_ifrt", 1), ("gpu", "compile_only_runtime", 3), ("tpu", "compile_only_runtime", 1)],
+)
+def test_gpus_that_are_only_described_have_one_process_per_node(platform: str, runtime: str, node: int) -> None:
+    client = SimpleNamespace(runtime_type=runtime)
+    device: Any = SimpleNamespace(platform=platform, process_index=3, slice_index=1, client=client)
+    assert nodes_module.node_index(device) == node
 
 
 @pytest.mark.parametrize(("devices", "model", "count"), [(6, 1, 1), (8, 2, 2), (8, 4, 1), (8, 8, 1)])
