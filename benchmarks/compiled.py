@@ -194,9 +194,9 @@ def report(kind: str, rows: list[dict[str, Any]]) -> Iterator[str]:
     yield ""
     yield "All figures are of one device and one step: GB at the peak and the phase it is in; the same peak as `lmt"
     yield "plan` has it without this compiler; TFLOP of products and attention kernels, and the part of them that the"
-    yield "model needs without recomputation; GB read and written, GB sent. The MFU lies between these bounds if products,"
-    yield "memory and links reach the figures of their datasheet: the lower one if nothing overlaps, the higher one if all"
-    yield "does. The expected MFU is that of `lmt plan`, with efficiencies that microbenchmarks reach."
+    yield "model needs without recomputation; GB read and written, GB sent. The MFU lies between these bounds if"
+    yield "products, memory and links reach the figures of their datasheet: the lower one if nothing overlaps, the"
+    yield "higher one if all does. The expected MFU is that of `lmt plan`, with efficiencies of microbenchmarks."
     yield ""
     yield from NOTES[kind]
     yield "| step | peak GB | planned GB | in | TFLOP | needed | GB moved | GB sent | s | MFU | bound by | expected |"
