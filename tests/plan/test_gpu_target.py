@@ -7,6 +7,7 @@ import re
 import tempfile
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ SMALL = {
     "data": {"tokenizer": "bytes"},
     "trainer": {"train_batch_size": 16, "mp": "p=f32,c=bfloat16", "determinism": "layerwise"},
 }  # fmt: skip
+LAYER = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256
+"""Number of weights of a layer of `SMALL`, without its norms."""
 
 
 def plugin(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -107,6 +110,13 @@ def has_plugin() -> bool:
         return False
 
 
+def compile_plan(run_lmt: RunLmt, directory: Path, config: dict[str, Any], devices: str) -> dict[str, Any]:
+    (directory / "small.yaml").write_text(json.dumps(config))
+    done = run_lmt("plan", "small.yaml", "--devices", devices, "--compile", "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 needs_plugin = pytest.mark.skipif(
     not has_plugin(), reason="JAX's CUDA plug-in, the compiler for GPUs, is not installed"
 )
@@ -115,18 +125,14 @@ needs_plugin = pytest.mark.skipif(
 @pytest.mark.slow
 @needs_plugin
 def test_programs_of_eight_gpus(run_lmt: RunLmt, in_tmp_path: Path):
-    (in_tmp_path / "small.yaml").write_text(json.dumps(SMALL))
-    done = run_lmt("plan", "small.yaml", "--devices", "8xH100", "--compile", "--json")
-    assert done.returncode == 0, done.stderr
-    plan = json.loads(done.stdout)
+    plan = compile_plan(run_lmt, in_tmp_path, SMALL, "8xH100")
     programs = {program["name"]: program for program in plan["compiled"]["programs"]}
     assert programs["layer 0"]["kernels"] == {"__cudnn$fmhaScaleBiasSoftmax": 1}
     # Seven of eight parts of a layer in bfloat16, and its norms.
-    layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256
-    assert programs["gather layer 0"]["bytes_sent"]["all-gather"] == pytest.approx(2 * 7 / 8 * layer, rel=0.05)
+    assert programs["gather layer 0"]["bytes_sent"]["all-gather"] == pytest.approx(2 * 7 / 8 * LAYER, rel=0.05)
     # Two rows of 256 positions. The kernel computes three of four blocks of 128 queries and 128 keys, in two products.
     attention = 2 * 2 * (2 * 2 * 256 * 256 * 64) * 3 / 4
-    assert programs["layer 0"]["flops"] == pytest.approx(2 * 256 * 2 * layer + attention, rel=0.02)
+    assert programs["layer 0"]["flops"] == pytest.approx(2 * 256 * 2 * LAYER + attention, rel=0.02)
     assert plan["compiled"]["step_seconds"]["least"] <= plan["compiled"]["step_seconds"]["most"]
 
 
@@ -134,13 +140,10 @@ def test_programs_of_eight_gpus(run_lmt: RunLmt, in_tmp_path: Path):
 @needs_plugin
 def test_gradients_are_added_inside_each_node_first(run_lmt: RunLmt, in_tmp_path: Path):
     trainer = {**SMALL["trainer"], "train_batch_size": 32, "elastic_shards": 16}
-    (in_tmp_path / "small.yaml").write_text(json.dumps({**SMALL, "trainer": trainer}))
-    done = run_lmt("plan", "small.yaml", "--devices", "16xH100", "--compile", "--json")
-    assert done.returncode == 0, done.stderr
-    programs = {program["name"]: program for program in json.loads(done.stdout)["compiled"]["programs"]}
-    layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256
+    plan = compile_plan(run_lmt, in_tmp_path, {**SMALL, "trainer": trainer}, "16xH100")
+    programs = {program["name"]: program for program in plan["compiled"]["programs"]}
     # Each GPU sends seven eighths to the others of its node in bfloat16, and then half of the float32 sum of its eighth
     # to the other node.
-    inside, between = 2 * layer * 7 / 8, 4 * layer / 16
+    inside, between = 2 * LAYER * 7 / 8, 4 * LAYER / 16
     assert programs["reduce layer 0"]["bytes_sent"]["all-to-all"] == pytest.approx(inside + between, rel=0.05)
     assert programs["reduce layer 0"]["bytes_sent_to_nodes"] == pytest.approx(between, rel=0.05)
