@@ -37,7 +37,15 @@ LLAMA: dict[str, Any] = {
     "num_kv_heads": 2,
 }
 GEMMA2 = {**LLAMA, "type": "gemma2", "head_dim": 8, "sliding_window": 5}
-GEMMA4 = {**GEMMA2, "type": "gemma4", "global_head_dim": 16, "num_global_kv_heads": 1, "sliding_window_pattern": 3}
+GEMMA4 = {
+    **GEMMA2,
+    "type": "gemma4",
+    # The family does not divide logits by the root of the size of a head, so larger heads amplify rounding.
+    "head_dim": 4,
+    "global_head_dim": 8,
+    "num_global_kv_heads": 1,
+    "sliding_window_pattern": 3,
+}
 GEMMA4_SMALL = {
     **GEMMA4,
     "num_layers": 4,
