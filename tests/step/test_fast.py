@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,14 +20,28 @@ from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.train_state import to_host
 
 VOCAB, ROWS, SEQ = 61, 8, 16
+MIXTURE = {
+    "type": "mixtral",
+    "intermediate_dim": 24,
+    "num_kv_heads": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
 
 
-def setup(devices: int, *, optimizer: str = "adam", block: int | None = None, **trainer: Any) -> TrainingSetup:
-    model = {"type": "gpt2", "seq_len": SEQ, "hidden_dim": 16, "num_layers": 1, "num_heads": 2}
-    model["cross_entropy_block_size"] = block
+def setup(
+    devices: int,
+    *,
+    optimizer: str = "adam",
+    block: int | None = None,
+    model: Mapping[str, Any] | None = None,
+    **trainer: Any,
+) -> TrainingSetup:
+    sizes = {"type": "gpt2", "seq_len": SEQ, "hidden_dim": 16, "num_layers": 1, "num_heads": 2}
+    sizes["cross_entropy_block_size"] = block
     config = RunConfig.model_validate(
         {
-            "model": {**model, "gradient_checkpointing": False},
+            "model": {**sizes, "gradient_checkpointing": False, **(model or {})},
             "data": {"tokenizer": "bytes"},
             "trainer": {"train_batch_size": ROWS, "elastic_shards": 4, **trainer},
             "optimizer": {"type": optimizer, "learning_rate": 1e-2, "warmup": 0},
@@ -120,3 +135,16 @@ def test_fast_accumulates_where_per_device_parallelism_is_set() -> None:
 def test_fast_takes_estimates_of_curvature_and_updates_of_whole_matrices(optimizer: str) -> None:
     fast, elastic = (trained(setup(2, optimizer=optimizer, determinism=kind)) for kind in ("fast", "elastic"))
     np.testing.assert_allclose(fast[0], elastic[0], rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_fast_adds_16_bit_gradients_of_grouped_experts_over_devices() -> None:
+    """Each device computes the experts of its own rows by `shard_map`, which adds the gradients of their weights."""
+    one, two = RecordingObserver(), RecordingObserver()
+    for devices, observer in ((1, one), (2, two)):
+        planned = setup(devices, model=MIXTURE, determinism="fast", mp="p=f32,c=bfloat16")
+        planned.step.compile(batch())
+        planned.step(planned.init(), planned.step.put(batch()), 1e-2, observer)
+    for name, expected in one.grads.items():
+        # bfloat16 has steps of 1/256.
+        assert np.linalg.norm(two.grads[name] - expected) <= np.linalg.norm(expected) / 128, name
