@@ -26,6 +26,7 @@ MIXTURE = {
     "num_kv_heads": 2,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
+    "expert_kernel": "grouped",
 }
 
 
