@@ -95,8 +95,9 @@ def plan(
         lmt plan my.yaml --devices 8xH100 --search
     """
     from lm_trainer.core.runtime import prepare_process
+    from lm_trainer.core.xla_flags import set_cpu_flags
 
-    prepare_process()  # before anything imports jax
+    prepare_process(cpu_flags=False)  # before anything imports jax
     files, settings = _split_files_and_settings(ctx, config, overrides or [])
     runs = {str(file): load_resolved_config(ctx, file, settings) for file in files}
 
@@ -105,6 +106,9 @@ def plan(
     from lm_trainer.plan.table import plan_lines
 
     groups = {text: parse_devices(text) for text in devices}
+    if all(group.kind == "cpu" for group in groups.values()):
+        # Estimates for accelerators are calibrated to the default order of operations.
+        set_cpu_flags()
     price_list = parse_prices(price or [])
     room = None if memory is None else parse_bytes(memory)
     assumptions_by_devices = {

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from lm_trainer.core.runtime import available_cores
+from lm_trainer.core.xla_flags import set_cpu_flags
 from tests.compile_cache import open_cache, seal_cache
 from tests.compiling import compile_quickly, flags_of_processes, free_memory, free_programs
 from tests.warm_lmt import IGNORED, WarmLmt, WarmProcess
@@ -73,6 +74,8 @@ os.environ.update(
         "TRACKIO_DIR": f"{_WORKER_DIRECTORY}/trackio",
     }
 )
+# As every `lmt` on a CPU does, so that the processes of tests find what this one compiles.
+set_cpu_flags()
 for _secret in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"):
     os.environ.pop(_secret, None)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expand_home, path_problem
-from lm_trainer.core.xla_flags import set_gpu_flags
+from lm_trainer.core.xla_flags import set_cpu_flags, set_gpu_flags
 
 # Constants of glibc's malloc.h that Python does not have.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -34,11 +34,15 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def prepare_process() -> list[str]:
-    """Tunes the allocator and the thread count for XLA on a CPU, or XLA's flags on GPUs. Call it before importing jax.
+def prepare_process(*, cpu_flags: bool = True) -> list[str]:
+    """Tunes the allocator, XLA's flags and its thread count on a CPU, or XLA's flags on GPUs. Call it before importing
+    jax.
 
     On a CPU, every step allocates one big buffer. By default, glibc maps it each time and every page faults, which
-    costs up to a third of a step. This function makes glibc keep the heap instead. On GPUs, it calls `set_gpu_flags`.
+    costs up to a third of a step. This function makes glibc keep the heap instead.
+
+    Args:
+        cpu_flags: False to leave XLA's flags for CPUs to the caller.
 
     Returns:
         A description of each change.
@@ -48,6 +52,7 @@ def prepare_process() -> list[str]:
     changes = []
     if keep_freed_memory(one_arena=True):
         changes.append("the allocator keeps freed memory for the next step")
+    changes += set_cpu_flags() if cpu_flags else []
     if available_cores() == 1 and _threads_from_environment() is None:
         # With a single thread, XLA picks other matrix kernels, which round differently from all other thread counts.
         set_cpu_threads(2)

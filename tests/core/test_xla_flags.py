@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from lm_trainer.core.xla_flags import GPU_FLAGS, set_gpu_flags
+from lm_trainer.core.xla_flags import CPU_FLAGS, GPU_FLAGS, set_cpu_flags, set_gpu_flags
 
 FLAG = "--xla_gpu_enable_latency_hiding_scheduler=true"
+CPU_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 
 @pytest.fixture
@@ -67,9 +68,26 @@ def test_an_xla_that_was_not_asked_gets_no_flags(gpu: Path) -> None:
     assert "XLA_FLAGS" not in environ
 
 
+@pytest.mark.parametrize("jaxlib", ["0.10.2", "0.11.2", "0.12.0"])
+def test_a_cpu_gets_its_flags_once_and_the_person_is_told(jaxlib: str) -> None:
+    environ = {"XLA_FLAGS": "--xla_dump_to=/x"}
+    assert len(set_cpu_flags(environ, jaxlib=jaxlib)) == 1
+    assert environ["XLA_FLAGS"] == f"--xla_dump_to=/x {CPU_FLAG}"
+    assert set_cpu_flags(environ, jaxlib=jaxlib) == []
+    assert environ["XLA_FLAGS"] == f"--xla_dump_to=/x {CPU_FLAG}"
+
+
+def test_a_flag_of_the_user_for_cpus_and_an_xla_that_was_not_asked_stay_as_they_are() -> None:
+    environ = {"XLA_FLAGS": CPU_FLAG.replace("false", "true")}
+    assert set_cpu_flags(environ, jaxlib="0.10.2") == []
+    assert environ["XLA_FLAGS"] == CPU_FLAG.replace("false", "true")
+    assert set_cpu_flags(environ := {}, jaxlib="0.13.0") == []
+    assert environ == {}
+
+
 def test_xla_knows_the_flags() -> None:
     # An unknown one ends the process when a backend starts, on a CPU as well. JAX would only take its time to import.
-    flags = " ".join(f"--{name}={value}" for name, value in GPU_FLAGS.items())
+    flags = " ".join(f"--{name}={value}" for name, value in {**GPU_FLAGS, **CPU_FLAGS}.items())
     program = "from jaxlib import xla_client; print(len(xla_client.make_cpu_client().devices()))"
 
     def end(flags: str) -> tuple[int, str]:
