@@ -155,10 +155,10 @@ class DecoderConfig(Config):
     ) = True
     """Values that are recomputed in the backward pass instead of being saved: `true`, `full` or `recompute`: everything
     inside a block (least memory, about a third more computation); `dots`: everything except the results of matrix
-    products;
-    `dots_no_batch`: everything except the results of matrix products with weights, so attention scores are not saved;
-    `false` or `save_all`: none; `offload`: everything, with the inputs of blocks saved in host memory; `nested`:
-    everything, and most of the inputs of blocks as well; or a mapping of the values to save."""
+    products; `dots_no_batch`: everything except the results of matrix products with weights, so attention scores are
+    not saved; `false` or `save_all`: none, or with `gather: layer` elementwise values; `offload`: everything, with the
+    inputs of blocks saved in host memory; `nested`: everything, and most of the inputs of blocks as well; or a mapping
+    of the values to save."""
     scan_layers: bool | None = None
     """Runs the layers as one compiled loop, which compiles fast and runs a few percent slower; false: unrolled. Unset:
     as a loop if the model has more than 12 layers, or if `gradient_checkpointing` groups them. Both have the same

@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from lm_trainer.core.broadcast import with_rank_of
@@ -20,6 +21,8 @@ from lm_trainer.nn.nf4 import Nf4Weight
 from lm_trainer.nn.read import read
 from lm_trainer.nn.spec import Activation
 
+DROPOUT_MASK = "dropout mask"
+"""Name, for `jax.checkpoint`, of the boolean masks of dropout."""
 MatmulFn = Callable[[jax.Array, jax.Array], jax.Array]
 """`matmul(x_MI, w_IO)` returns the matrix product, [M, O] in the dtype of `x_MI`."""
 
@@ -115,7 +118,7 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """
     if key is None or rate == 0.0:
         return x
-    keep_mask = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    keep_mask = checkpoint_name(jax.random.bernoulli(key, 1.0 - rate, x.shape), DROPOUT_MASK)
     return jnp.where(keep_mask, x / (1.0 - rate), jnp.zeros((), x.dtype))
 
 

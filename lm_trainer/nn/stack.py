@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from lm_trainer.nn.attention import ForwardContext
 from lm_trainer.nn.attention_kernel import RESIDUAL
 from lm_trainer.nn.block import Block
 from lm_trainer.nn.cache import LayerCache
+from lm_trainer.nn.costly_values import saves_costly_values
 from lm_trainer.nn.init import Initializer, build_stacked
 from lm_trainer.nn.layer_sections import LayerSection
 from lm_trainer.nn.layer_values import SharedKeys
@@ -35,8 +36,11 @@ _POLICIES = {
     "dots_no_batch": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _KERNELS
     ),
+    "elementwise": saves_costly_values,
 }
 
+LayerRemat = Remat | Literal["elementwise"]
+"""`Remat` for one layer; `elementwise`: its backward pass recomputes elementwise values."""
 Carry = tuple[jax.Array, LayerCache | SharedKeys | None, RouterStats | None]
 """The stream, the cache or the keys that layers share, and the sums of router statistics."""
 _Run = Callable[[Carry, Block, jax.Array | int], Carry]
@@ -115,7 +119,7 @@ def run_layer(  # noqa: PLR0913 - as for `run_blocks`
     *,
     key: jax.Array | None,
     keys: SharedKeys | None = None,
-    remat: Remat = "none",
+    remat: LayerRemat = "none",
     in_loop: bool = True,
 ) -> tuple[jax.Array, SharedKeys | None, RouterStats | None]:
     """Runs one layer as `run_blocks` does. Returns the stream after it, the keys that layers share, and the sums of
@@ -187,7 +191,7 @@ def _apply(block: Block, carry: Carry, context: ForwardContext, layer: jax.Array
     return x_BSD, cache, total if stats is None else jax.tree.map(jnp.add, total, stats)
 
 
-def _apply_with_remat(remat: Remat, *, in_loop: bool) -> Callable[..., Carry]:
+def _apply_with_remat(remat: LayerRemat, *, in_loop: bool) -> Callable[..., Carry]:
     if remat == "none" and not is_gathering():
         return _apply
     # A new function if parameters are gathered; otherwise JAX would reuse a trace of `_apply` without gathering.

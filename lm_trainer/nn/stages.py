@@ -27,8 +27,8 @@ from lm_trainer.nn.layer_values import FirstValues, SharedKeys
 from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, hidden_nll, loss_after_layers
 from lm_trainer.nn.ring_layout import from_zigzag, to_zigzag
 from lm_trainer.nn.router import RouterStats, zero_router_stats
-from lm_trainer.nn.spec import DecoderSpec, Remat
-from lm_trainer.nn.stack import run_layer
+from lm_trainer.nn.spec import DecoderSpec
+from lm_trainer.nn.stack import LayerRemat, run_layer
 
 
 class Stream(NamedTuple):
@@ -211,7 +211,7 @@ def decoder_stages(spec: DecoderSpec, dtype: DTypeLike, head: HeadFn, memory: Me
         return Stream(pack(x_BSD, first, keys), zero_router_stats() if spec.num_routers else None)
 
     def layer_with(  # noqa: PLR0913 - as for `StagedLoss.layer`
-        remat: Remat,
+        remat: LayerRemat,
         model: Decoder,
         slot: int,
         stream: Stream,
@@ -236,11 +236,20 @@ def decoder_stages(spec: DecoderSpec, dtype: DTypeLike, head: HeadFn, memory: Me
         h_BSD = hidden_after_layers(model, stream, batch, key)
         return head(model, h_BSD, stream, batch)
 
-    saving = partial(layer_with, spec.remat) if spec.saves_inside_layers else None
+    saving = partial(layer_with, _remat_of_layer(spec)) if spec.saves_inside_layers else None
     layer, count, numbers = partial(layer_with, "none"), len(spec.blocks), spec.layers_by_slot
     layers = tuple(f"blocks.{slot}." for slot in range(len(numbers)))
     memory = memory if spec.encoder is None else _encoder_stages(spec.encoder_stack, dtype)
     return StagedLoss(count, layers, embed, layer, last, saving_layer=saving, numbers=numbers, memory=memory)
+
+
+def _remat_of_layer(spec: DecoderSpec) -> LayerRemat:
+    """`spec.remat` for a layer that has a program of its own.
+
+    A program hands on whatever its derivative needs, which takes memory, so elementwise values are always recomputed.
+    In one program for all layers, XLA decides what it keeps.
+    """
+    return "elementwise" if spec.remat == "none" else spec.remat
 
 
 def _encoder_stages(stack: DecoderSpec, dtype: DTypeLike) -> MemoryStack:
@@ -250,7 +259,7 @@ def _encoder_stages(stack: DecoderSpec, dtype: DTypeLike) -> MemoryStack:
         return Stream(model.embed_features(batch, dtype=dtype, key=key))
 
     def layer_with(  # noqa: PLR0913 - as for `LayerStack.layer`
-        remat: Remat, model: Any, slot: int, stream: Stream, batch: Batch, layer: jax.Array, key: jax.Array | None
+        remat: LayerRemat, model: Any, slot: int, stream: Stream, batch: Batch, layer: jax.Array, key: jax.Array | None
     ) -> Stream:
         del batch
         context = model.encoder.make_context(stream.x_BSD)
@@ -262,7 +271,7 @@ def _encoder_stages(stack: DecoderSpec, dtype: DTypeLike) -> MemoryStack:
         del batch, key
         return model.encoder.final_norm(stream.x_BSD)
 
-    saving = partial(layer_with, stack.remat) if stack.saves_inside_layers else None
+    saving = partial(layer_with, _remat_of_layer(stack)) if stack.saves_inside_layers else None
     layer, count, numbers = partial(layer_with, "none"), len(stack.blocks), stack.layers_by_slot
     layers = tuple(f"encoder.blocks.{slot}." for slot in range(len(numbers)))
     return MemoryStack(count, layers, embed, layer, finish, saving_layer=saving, numbers=numbers)
