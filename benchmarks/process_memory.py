@@ -2,9 +2,10 @@
 
     python -m benchmarks.process_memory [SHAPE ...]
 
-Each process compiles a step, and trains four. The peak is that of its resident memory, from its start. The parts of
-`lmt`'s peak are measured in the same process (packages, and what compiled programs take), or planned (all arrays, in
-the phase of a step that takes the most). What remains is memory that was freed, and that the allocator keeps.
+Each process compiles a step, and trains four. Its resident memory is measured from the start, and the peak counts. The
+parts of `lmt`'s peak are measured in the same process (packages, and what compiled programs take), or planned (all
+arrays, in the phase of a step that takes the most). What remains is memory that was freed, and that the allocator
+keeps.
 """
 
 from __future__ import annotations
