@@ -15,8 +15,8 @@ GPU_FLAGS = {
 """Flags for NVIDIA GPUs, keyed by name."""
 CPU_FLAGS = {
     # By default XLA starts the operations of a program as early as it can, so an update of the parameters holds the
-    # temporary arrays of all of them at once. Without it, operations run in the order that needs the least memory. The
-    # order changes no result. As an option of a single compilation the flag has no effect.
+    # temporary arrays of all of them at once. Without it, operations run in the order that needs the least memory.
+    # Results had the same bits wherever they were compared. As an option of one compilation the flag has no effect.
     "xla_cpu_enable_concurrency_optimized_scheduler": "false",
 }
 """Flags for CPUs, keyed by name."""

@@ -183,6 +183,7 @@ def test_another_optimizer_begins_its_state_and_other_data_are_read_from_the_ste
 
 
 @pytest.mark.slow
+@pytest.mark.optimised
 def test_a_branch_begins_and_another_stops_to_clip_attention_logits(in_tmp_path: Path) -> None:
     config = write_config(in_tmp_path, optimizer={"type": "muon"})
     assert run_here("train", config).returncode == 0
