@@ -177,8 +177,10 @@ def compile_case(case: Case) -> dict[str, Any]:
         "temporary": {phase: [figures.get(phase) for figures in temporary] for phase in temporary[0]},
         **sums,
         "bytes_sent": sent,
+        "model_flops": plan["work"]["flops_per_step"] / chips,
         "seconds": plan["compiled"]["step_seconds"],
         "mfu": plan["compiled"]["mfu"],
+        "expected_mfu": planned["time"]["mfu"],
         "bound_by": plan["compiled"]["bound_by"],
     }
 
@@ -191,23 +193,25 @@ def report(kind: str, rows: list[dict[str, Any]]) -> Iterator[str]:
     yield f"{versions}; regenerate: `python -m benchmarks.compiled {kind} --out FILE`."
     yield ""
     yield "All figures are of one device and one step: GB at the peak and the phase it is in; the same peak as `lmt"
-    yield "plan` has it without this compiler; TFLOP of products (those of attention kernels are not counted), GB read"
-    yield "and written, GB sent. The MFU lies between these bounds if products, memory and links reach the figures of"
-    yield "their datasheet: the lower one if nothing overlaps, the higher one if all does."
+    yield "plan` has it without this compiler; TFLOP of products and attention kernels, and the part of them that the"
+    yield "model needs without recomputation; GB read and written, GB sent. The MFU lies between these bounds if"
+    yield "products, memory and links reach the figures of their datasheet: the lower one if nothing overlaps, the"
+    yield "higher one if all does. The expected MFU is that of `lmt plan`, with efficiencies of microbenchmarks."
     yield ""
     yield from NOTES[kind]
-    yield "| step | peak GB | planned GB | in | TFLOP | GB moved | GB sent | s | MFU | bound by |"
-    yield "|---|---:|---:|---|---:|---:|---:|---:|---:|---|"
+    yield "| step | peak GB | planned GB | in | TFLOP | needed | GB moved | GB sent | s | MFU | bound by | expected |"
+    yield "|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---|---:|"
     for row in rows:
         if "failed" in row:
-            yield f"| {row['case']} | | | does not compile: {row['failed']} | | | | | | |"
+            yield f"| {row['case']} | | | does not compile: {row['failed']} | | | | | | | | |"
             continue
         seconds, mfu = row["seconds"], row["mfu"]
         yield (
             f"| {row['case']} | {row['peak'] / 1e9:.2f} | {row['planned'] / 1e9:.2f} "
             f"({row['planned'] / row['peak'] - 1:+.0%}) | {row['phase']} | {row['flops'] / 1e12:.1f} | "
-            f"{row['bytes_moved'] / 1e9:.0f} | {row['bytes_sent'] / 1e9:.1f} | {seconds['least']:.2f} to "
-            f"{seconds['most']:.2f} | {mfu['least']:.0%} to {mfu['most']:.0%} | {row['bound_by']} |"
+            f"{row['model_flops'] / row['flops']:.0%} | {row['bytes_moved'] / 1e9:.0f} | "
+            f"{row['bytes_sent'] / 1e9:.1f} | {seconds['least']:.2f} to {seconds['most']:.2f} | {mfu['least']:.0%} to "
+            f"{mfu['most']:.0%} | {row['bound_by']} | {row['expected_mfu']:.0%} |"
         )
 
 
