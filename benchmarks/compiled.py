@@ -4,8 +4,8 @@
     python -m benchmarks.compiled gpu --out benchmarks/results/compiled/gpu.md
 
 Each row is one `lmt plan --compile`, which needs the package libtpu or JAX's CUDA plug-in but no such device, and one
-`lmt plan` without `--compile`. Results are saved one by one, and a second start skips the saved ones. Takes half an
-hour of processor time for TPUs, and minutes for GPUs.
+`lmt plan` without `--compile`. Results are saved one by one, and a second start skips those of the same compiler. Takes
+half an hour of processor time for TPUs, and as long for GPUs.
 """
 
 from __future__ import annotations
@@ -185,12 +185,16 @@ def compile_case(case: Case) -> dict[str, Any]:
     }
 
 
-def report(kind: str, rows: list[dict[str, Any]]) -> Iterator[str]:
+def compiler_versions(kind: str) -> str:
+    """Returns the names and versions of the packages that compile for a kind of device."""
     package = COMPILERS[kind][1]
+    return f"{package} {version(package)}, jax {version('jax')}"
+
+
+def report(kind: str, rows: list[dict[str, Any]]) -> Iterator[str]:
     yield f"# Training steps by the {kind.upper()}'s own compiler"
     yield ""
-    versions = f"{package} {version(package)}, jax {version('jax')}"
-    yield f"{versions}; regenerate: `python -m benchmarks.compiled {kind} --out FILE`."
+    yield f"{compiler_versions(kind)}; regenerate: `python -m benchmarks.compiled {kind} --out FILE`."
     yield ""
     yield "All figures are of one device and one step: GB at the peak and the phase it is in; the same peak as `lmt"
     yield "plan` has it without this compiler; TFLOP of products and attention kernels, and the part of them that the"
@@ -223,10 +227,11 @@ def main() -> None:
     options = parser.parse_args()
     data_file = options.out.with_suffix(".json")
     results: dict[str, Any] = json.loads(data_file.read_text()) if data_file.exists() else {}
-    cases, _ = COMPILERS[options.kind]
+    cases, versions = COMPILERS[options.kind][0], compiler_versions(options.kind)
+    results = {name: result for name, result in results.items() if result.get("compiler") == versions}
     for case in cases:
         if options.only in str(case) and str(case) not in results:
-            results[str(case)] = compile_case(case)
+            results[str(case)] = {"compiler": versions, **compile_case(case)}
             data_file.parent.mkdir(parents=True, exist_ok=True)
             data_file.write_text(json.dumps(results, indent=1) + "\n")
             rows = [results[str(listed)] for listed in cases if str(listed) in results]
