@@ -4,8 +4,8 @@
     python -m benchmarks.compiled gpu --out benchmarks/results/compiled/gpu.md
 
 Each row is one `lmt plan --compile`, which needs the package libtpu or JAX's CUDA plug-in but no such device, and one
-`lmt plan` without `--compile`. Results are saved one by one, and a second start skips those of the same compiler. Takes
-half an hour of processor time for TPUs, and as long for GPUs.
+`lmt plan` without `--compile`. Results are saved one by one, and a second start skips the ones that the same compiler
+made. Takes an hour of processor time for TPUs, and a quarter of an hour for GPUs.
 """
 
 from __future__ import annotations
@@ -167,7 +167,8 @@ def compile_case(case: Case) -> dict[str, Any]:
         for source in (plan, planned)
     ]
     programs = plan["compiled"]["programs"]
-    sums = {key: sum(program["runs"] * program[key] for program in programs) for key in ("flops", "bytes_moved")}
+    summed = ("flops", "bytes_moved", "network_seconds")
+    sums = {key: sum(program["runs"] * program[key] for program in programs) for key in summed}
     sent = sum(program["runs"] * sum(program["bytes_sent"].values()) for program in programs)
     return {
         "case": str(case),

@@ -156,6 +156,7 @@ class CompiledStep:
                 "bytes_moved": work.num_bytes,
                 "bytes_sent": dict(work.sent),
                 "bytes_sent_to_nodes": work.sent_to_nodes,
+                "network_seconds": work.network_seconds,
                 "kernel_flops": work.kernel_flops,
                 "kernels": dict(work.kernels),
             }

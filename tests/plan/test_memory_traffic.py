@@ -57,9 +57,8 @@ def ratio_to_xla(name: str, step: dict[str, Any]) -> float:
     )
     bandwidths, peak = device_bandwidths(group.kind), datasheet_peak(group.kind, "bfloat16")
     assert bandwidths is not None
-    assert bandwidths.network is not None
     assert peak is not None
-    one_by_one = step["seconds"]["most"] - step["bytes_sent"] / bandwidths.network
+    one_by_one = step["seconds"]["most"] - step["network_seconds"]
     moved = (one_by_one - step["flops"] / peak.flops) * bandwidths.memory
     return moved / (count * microbatch_bytes(work, group.kind) + update_bytes(work))
 
