@@ -114,7 +114,7 @@ def _make_operation(op: Instruction, computation: Computation, program: Program,
     product = max(products, key=lambda product_entry: product_entry[0], default=(0.0, op))
     named = product[1] if product[0] and "op_name=" in product[1].attributes else op
     inside = [program.computations[name] for name in op.called_computations("calls")]
-    moved = _fusion_bytes(op, inside[0]) if inside else _operation_bytes(op, computation)
+    moved = _fusion_bytes(op, inside[0], program) if inside else _operation_bytes(op, computation)
     shape = re.sub(r"\{[^}]*\}", "", op.shape)
     return Operation(f"{_remove_number(op.name)} {shape}", _model_part(named.attributes, parts), flops, moved)
 
@@ -192,21 +192,36 @@ def _operation_bytes(op: Instruction, computation: Computation) -> float:
     return op.size + sum(computation[name].size for name in op.operands if name in computation)
 
 
-def _fusion_bytes(op: Instruction, inside: Computation) -> float:
+def _fusion_bytes(op: Instruction, inside: Computation, program: Program) -> float:
     """Returns the bytes that a fusion reads and writes; of arrays it only slices or updates, only the slices count."""
     # An in-place update writes only its slice.
     updates = [i for i in inside.values() if i.opcode == "dynamic-update-slice"]
     into = {_find_origin(i.operands[0], inside) for i in updates}
     written = sum(inside[i.operands[1]].size for i in updates) if updates else op.size
+    parameters = [i for i in inside.values() if i.opcode == "parameter" and i.name not in into]
+    return written + sum(_bytes_read(parameter, parameter.size, inside, program) for parameter in parameters)
+
+
+def _bytes_read(array: Instruction, size: float, inside: Computation, program: Program) -> float:
+    """Returns the bytes that a fusion reads of an array: its slices if it is only sliced, otherwise `size`.
+
+    The TPU compiler puts the slice of a layer's weights into a fusion inside the fusion of the product.
+    """
     read = 0.0
-    for parameter in (i for i in inside.values() if i.opcode == "parameter"):
-        users = [i for i in inside.values() if parameter.name in i.operands]
-        if parameter.name in into:
-            continue
-        # Every use is a slice of this array, not a slice at a position that the array gives.
-        only_sliced = bool(users) and all(i.opcode in _SLICES and i.operands[0] == parameter.name for i in users)
-        read += sum(i.size for i in users) if only_sliced else parameter.size
-    return written + read
+    for user in (i for i in inside.values() if array.name in i.operands):
+        # A slice of this array, not a slice at a position that the array gives.
+        if user.opcode in _SLICES and array.name not in user.operands[1:]:
+            read += user.size
+        elif user.opcode == "bitcast":
+            read += _bytes_read(user, size, inside, program)
+        elif user.opcode == "fusion":
+            (nested,) = (program.computations[name] for name in user.called_computations("calls"))
+            numbers = [str(number) for number, name in enumerate(user.operands) if name == array.name]
+            parameters = [i for i in nested.values() if i.opcode == "parameter" and i.operand_text in numbers]
+            read += sum(_bytes_read(parameter, size, nested, program) for parameter in parameters)
+        else:
+            return size
+    return min(read, size)
 
 
 def _find_origin(name: str, inside: Computation) -> str:

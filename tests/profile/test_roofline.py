@@ -156,6 +156,35 @@ ENTRY %main (a: f32[64,32]) -> f32[64,32] {
     assert sum(op.num_bytes for op in list_operations(text, set())) == 2 * array + 4
 
 
+def test_a_slice_in_a_fusion_inside_a_fusion_reads_only_the_slice():
+    """The TPU compiler takes a layer's weights out of the stack of all layers inside the fusion of their product."""
+    text = """
+%sliced (stack: bf16[16,64,32], layer: s32[]) -> bf16[64,32] {
+  %stack = bf16[16,64,32]{2,1,0} parameter(0)
+  %layer = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %slice = bf16[1,64,32]{2,1,0} dynamic-slice(%stack, %layer, %zero, %zero), dynamic_slice_sizes={1,64,32}
+  ROOT %weights = bf16[64,32]{1,0} bitcast(%slice)
+}
+%product (x: bf16[8,64], all: bf16[16,64,32], at: s32[]) -> bf16[8,32] {
+  %x = bf16[8,64]{1,0} parameter(0)
+  %all = bf16[16,64,32]{2,1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %inner = bf16[64,32]{1,0} fusion(%all, %at), kind=kLoop, calls=%sliced
+  ROOT %dot = bf16[8,32]{1,0} dot(%x, %inner), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+ENTRY %main (a: bf16[8,64], b: bf16[16,64,32], c: s32[]) -> bf16[8,32] {
+  %a = bf16[8,64]{1,0} parameter(0)
+  %b = bf16[16,64,32]{2,1,0} parameter(1)
+  %c = s32[] parameter(2)
+  ROOT %f = bf16[8,32]{1,0} fusion(%a, %b, %c), kind=kOutput, calls=%product
+}
+"""
+    (product,) = list_operations(text, ())
+    assert product.flops == 2 * 8 * 64 * 32
+    assert product.num_bytes == 2 * (8 * 64 + 64 * 32 + 8 * 32) + 4
+
+
 def test_a_product_of_blocks_that_share_a_scale_is_counted_as_any_other():
     hlo = """
 ENTRY %main (x: f8e4m3fn[1,8,64], y: f8e4m3fn[1,16,64], a: f8e8m0fnu[1,8,2], b: f8e8m0fnu[1,16,2]) -> bf16[1,8,16] {
