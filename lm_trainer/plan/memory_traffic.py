@@ -28,6 +28,14 @@ _UPDATE_PASSES = 8
 """Number of float32 values per parameter in an update by Adam: the parameter and two moments are read and written, the
 gradient is read for its norm and for the update."""
 _FLOAT32 = 4
+_ADDITION_PASSES = 3
+"""Number of times that an addition of two arrays passes through memory: both are read and the sum is written."""
+_REDUCTION_PASSES = 5
+"""Number of passes of the gradients through memory in a sum over devices: they are cut into slices (read and written)
+and exchanged (read and written), and the received slices are read."""
+_GATHER_PASSES = {"layer": 2, "model": 3}
+"""Number of passes of the gathered parameters through memory: they are written, and rearranged if the divided dimension
+is not the first. Parameters of a layer are cast before they are gathered."""
 _HOPPER = 9
 
 
@@ -48,6 +56,22 @@ def weight_bytes(work: LayoutWork) -> float:
     return 3 * work.itemsize * (work.params + _pipeline_params(work))
 
 
+def exchange_bytes(work: LayoutWork) -> float:
+    """Returns the bytes that a device reads and writes to gather parameters and to sum gradients over the devices.
+
+    0 with `determinism: fast`, where the compiler fuses these operations with others.
+    """
+    if not work.trainer.bitwise or work.shards == 1:
+        return 0.0
+    if work.layerwise:
+        # The forward and the backward pass gather separately. Gradients of a single microbatch are not widened.
+        gathered = 2 * _GATHER_PASSES["layer"] * work.itemsize
+        reduced = _REDUCTION_PASSES * (work.itemsize if work.gathers == work.microbatches else _FLOAT32)
+    else:
+        gathered, reduced = _GATHER_PASSES["model"] * _FLOAT32, _REDUCTION_PASSES * _FLOAT32
+    return work.gathers * work.params * (gathered + reduced)
+
+
 def update_bytes(work: LayoutWork) -> float:
     """Returns the bytes that a device reads and writes to update its shard of the parameters."""
     return _UPDATE_PASSES * _FLOAT32 * work.params / work.shards
@@ -55,15 +79,30 @@ def update_bytes(work: LayoutWork) -> float:
 
 def _gradient_bytes(work: LayoutWork) -> float:
     """Returns the bytes of gradients that products write and that are added, and of parameters that are cast."""
-    if work.trainer.bitwise and not work.layerwise:
-        # Everything is float32: the gradient is written and read, the sum is read and written, and each microbatch
-        # casts the parameters.
-        passes = 4 * _FLOAT32 + _FLOAT32 + work.itemsize
-    elif work.microbatches > 1 or work.layerwise:
+    if work.trainer.bitwise:
+        written = work.itemsize if work.layerwise else _FLOAT32
+        # Without gathers of layers, each microbatch casts the float32 parameters.
+        cast = 0 if work.layerwise else _FLOAT32 + work.itemsize
+        passes = written + cast + _addition_bytes(work, written)
+    elif work.microbatches > 1:
+        # The gradient is written and read, and the float32 sum is read and written.
         passes = 2 * work.itemsize + 2 * _FLOAT32
     else:
         passes = 2 * work.itemsize
     return (work.params + _pipeline_params(work)) * passes
+
+
+def _addition_bytes(work: LayoutWork, written: int) -> float:
+    """Returns the bytes per parameter and microbatch of the tree of additions over the microbatches of a device.
+
+    Args:
+        work: the work of the step.
+        written: size of a number of a microbatch's gradient; sums are float32.
+    """
+    added = work.microbatches / work.gathers
+    pairs, later = added // 2, added - 1 - added // 2
+    total = pairs * (2 * written + _FLOAT32) + later * _ADDITION_PASSES * _FLOAT32
+    return max(0.0, total) / added
 
 
 def _pipeline_params(work: LayoutWork) -> float:

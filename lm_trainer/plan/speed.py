@@ -14,7 +14,7 @@ from lm_trainer.nn.spec import AttentionSpec
 from lm_trainer.plan.communication import Communication, communication
 from lm_trainer.plan.layout_work import LayoutWork
 from lm_trainer.plan.machine import Machine
-from lm_trainer.plan.memory_traffic import microbatch_bytes, update_bytes, weight_bytes
+from lm_trainer.plan.memory_traffic import exchange_bytes, microbatch_bytes, update_bytes, weight_bytes
 from lm_trainer.profile.attention_kernels import computed_share, kernel_block, visible_share
 from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.efficiency import Efficiency
@@ -58,7 +58,7 @@ def step_cost(work: LayoutWork, machine: Machine) -> StepCost:
     attention, repeated_attention = _attention_seconds(work, machine)
     recompute = repeated_products + repeated_attention
     even = work.even_microbatches
-    memory = work.microbatches * microbatch_bytes(work, machine.kind) + update_bytes(work)
+    memory = work.microbatches * microbatch_bytes(work, machine.kind) + exchange_bytes(work) + update_bytes(work)
     sent = communication(work, machine)
     busy = even * (compute + attention + recompute) + memory / machine.memory_rate
     return StepCost(

@@ -14,7 +14,7 @@ from benchmarks import compiled
 from benchmarks.plan_error import config_of
 from lm_trainer.plan.devices import parse_devices
 from lm_trainer.plan.layout_work import LayoutWork, Recomputation
-from lm_trainer.plan.memory_traffic import microbatch_bytes, update_bytes
+from lm_trainer.plan.memory_traffic import exchange_bytes, microbatch_bytes, update_bytes
 from lm_trainer.profile.devices import device_bandwidths
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.profile.peaks import datasheet_peak
@@ -60,7 +60,7 @@ def ratio_to_xla(name: str, step: dict[str, Any]) -> float:
     assert peak is not None
     one_by_one = step["seconds"]["most"] - step["network_seconds"]
     moved = (one_by_one - step["flops"] / peak.flops) * bandwidths.memory
-    return moved / (count * microbatch_bytes(work, group.kind) + update_bytes(work))
+    return moved / (count * microbatch_bytes(work, group.kind) + exchange_bytes(work) + update_bytes(work))
 
 
 @pytest.mark.parametrize("model", ["gpt2-124m", "llama-1b", "llama-8b", "llama-70b"])
