@@ -66,8 +66,12 @@ def test_the_parts_of_a_step_by_hand():
     assert cost.compute == pytest.approx(2 * TOKENS * 6 * WEIGHTS / 0.5e9)
     forward = 2 * TOKENS * LAYERS * 4 * HIDDEN * (LENGTH + 1) / 2
     assert cost.attention == pytest.approx(forward / 0.25e9 + 2.5 * forward / 0.2e9)
-    # Parameters are cast; gradients are written, and added (two readings, one writing). Then a quarter is updated.
-    of_parameters = 2 * 1000 * (4 + 2 + 4 * 4) + 1000 / 4 * 8 * 4
+    # Each microbatch casts the parameters and writes a gradient; both gradients are added (two readings, one writing).
+    microbatches = 2 * (4 + 2 + 4) + 3 * 4
+    # Gathered parameters are written and rearranged; gradients are cut into slices, exchanged, and read for their sum.
+    exchange = 3 * 4 + 5 * 4
+    # Then a quarter is updated.
+    of_parameters = 1000 * (microbatches + exchange) + 1000 / 4 * 8 * 4
     stream, rotary = 16 * HIDDEN, 2 * 2 * 2 * HIDDEN
     activations = 3 * MLP + 6 * MLP
     of_tokens = 2 * TOKENS * (LAYERS * 2 * (stream + rotary + activations) + 11 * 4 * VOCAB)
@@ -93,8 +97,13 @@ def test_gradients_of_other_modes_are_not_float32_everywhere():
         return (many - few) * 0.8e9 / 1e6
 
     update = 8 * 4 / 4
+    # Two gradients in bfloat16 are written, and read for their float32 sum, which is exchanged. Layers are gathered twice.
+    layerwise = 2 * 2 + (2 * 2 + 4) + 5 * 4 + 2 * 2 * 2
+    assert bytes_of_parameters({"gather": "layer"}) == pytest.approx(layerwise + update)
+    # The only gradient of a device is exchanged in bfloat16.
+    alone = 2 + 5 * 2 + 2 * 2 * 2
+    assert bytes_of_parameters({"gather": "layer"}, plan=MicrobatchPlan(16, 4, 4)) == pytest.approx(alone + update)
     # A gradient in bfloat16 is written and read, and its sum in float32 is read and written.
-    assert bytes_of_parameters({"gather": "layer"}) == pytest.approx(2 * 12 + update)
     fast = {"gather": "auto", "determinism": "fast"}
     assert bytes_of_parameters(fast) == pytest.approx(2 * 12 + update)
     assert bytes_of_parameters(fast, plan=MicrobatchPlan(16, 4, 4)) == pytest.approx(4 + update)
