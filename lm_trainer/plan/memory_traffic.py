@@ -42,8 +42,9 @@ _HOPPER = 9
 def microbatch_bytes(work: LayoutWork, kind: str) -> float:
     """Returns the bytes that a device of a kind reads and writes for one microbatch.
 
-    XLA counts 0.55 to 1.75 times as much for the steps in `benchmarks/results/compiled`, with a median near 1, if each
-    operation counts with the time by which its memory traffic exceeds its FLOPs.
+    With `exchange_bytes` and `update_bytes`, XLA counts 0.55 to 1.3 times as much for the steps in
+    `benchmarks/results/compiled`, with a median near 1, if each operation counts with the time by which its memory
+    traffic exceeds its FLOPs.
     """
     of_tokens = _token_bytes(work, device_platform(kind))
     scores = _score_bytes(work, kind) + _measured_score_bytes(work)
@@ -64,7 +65,7 @@ def exchange_bytes(work: LayoutWork) -> float:
     if not work.trainer.bitwise or work.shards == 1:
         return 0.0
     if work.layerwise:
-        # The forward and the backward pass gather separately. Gradients of a single microbatch are not widened.
+        # The forward and the backward pass gather separately. Gradients of a single microbatch stay narrow.
         gathered = 2 * _GATHER_PASSES["layer"] * work.itemsize
         reduced = _REDUCTION_PASSES * (work.itemsize if work.gathers == work.microbatches else _FLOAT32)
     else:
@@ -101,8 +102,7 @@ def _addition_bytes(work: LayoutWork, written: int) -> float:
     """
     added = work.microbatches / work.gathers
     pairs, later = added // 2, added - 1 - added // 2
-    total = pairs * (2 * written + _FLOAT32) + later * _ADDITION_PASSES * _FLOAT32
-    return max(0.0, total) / added
+    return (pairs * (2 * written + _FLOAT32) + later * _ADDITION_PASSES * _FLOAT32) / added
 
 
 def _pipeline_params(work: LayoutWork) -> float:

@@ -67,5 +67,5 @@ def ratio_to_xla(name: str, step: dict[str, Any]) -> float:
 def test_the_traffic_is_near_what_xla_counts(model: str):
     ratios = [ratio_to_xla(name, step) for name, step in STEPS.items() if name.startswith(model)]
     assert len(ratios) >= 3
-    assert all(0.55 < ratio < 1.75 for ratio in ratios)
+    assert all(0.55 < ratio < 1.3 for ratio in ratios)
     assert 0.8 < statistics.median(ratios) < 1.2

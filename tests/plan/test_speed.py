@@ -97,7 +97,7 @@ def test_gradients_of_other_modes_are_not_float32_everywhere():
         return (many - few) * 0.8e9 / 1e6
 
     update = 8 * 4 / 4
-    # Two gradients in bfloat16 are written, and read for their float32 sum, which is exchanged. Layers are gathered twice.
+    # Two gradients in bfloat16 are written, and read for their float32 sum, which is exchanged. There are two gathers.
     layerwise = 2 * 2 + (2 * 2 + 4) + 5 * 4 + 2 * 2 * 2
     assert bytes_of_parameters({"gather": "layer"}) == pytest.approx(layerwise + update)
     # The only gradient of a device is exchanged in bfloat16.
