@@ -125,7 +125,7 @@ def _describe(run: PublishedRun) -> LayoutWork:
         plan=MicrobatchPlan(batch, batch // rows, rows),
         sizes={**dict.fromkeys(axes, 1), "data": shards, "model": run.tensor},
         shards=shards,
-        gathers=run.microbatches,
+        gathers=1 if run.replicated else run.microbatches,
         params=parameter_count(spec) - layers + layers // run.tensor,
         # Any kernel: the efficiencies of a machine say how fast it is.
         backend="flash",

@@ -9,8 +9,6 @@ from lm_trainer.plan.layout_work import LayoutWork
 from lm_trainer.plan.machine import Machine
 from lm_trainer.plan.speed import microbatch_seconds
 
-_FLOAT32 = 4
-
 
 @dataclass(frozen=True)
 class CheckCost:
@@ -43,7 +41,6 @@ def check_cost(work: LayoutWork, machine: Machine | None, step_seconds: float) -
     if machine is None:
         seconds = step_seconds / work.microbatches
     else:
-        itemsize = work.itemsize if work.layerwise else _FLOAT32
-        checksums = 2 * work.params * itemsize / machine.memory_rate
+        checksums = 2 * work.params * work.gradient_itemsize / machine.memory_rate
         seconds = microbatch_seconds(work, machine) + gather_seconds(work, machine) + checksums
     return CheckCost(config.every, seconds, seconds / (config.every * step_seconds))

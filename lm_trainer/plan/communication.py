@@ -41,9 +41,7 @@ def _batch_axes_seconds(work: LayoutWork, machine: Machine) -> float:
         return 0.0
     part = (work.shards - 1) / work.shards * work.params
     if work.layerwise:
-        # Gradients are exchanged in the compute dtype, or as sums in float32.
-        gathered = 2 * work.gathers * work.itemsize
-        reduced = work.gathers * (work.itemsize if work.gathers == work.microbatches else _FLOAT32)
+        gathered, reduced = 2 * work.gathers * work.itemsize, work.gathers * work.exchanged_itemsize
     elif not work.trainer.bitwise:
         gathered, reduced = 2 * work.microbatches * work.itemsize, work.microbatches * work.itemsize
     else:

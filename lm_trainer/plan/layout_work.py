@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from lm_trainer.step.state.model_def import ModelDef
     from lm_trainer.step.state.state_sharding import StateSharding
 
+_FLOAT32 = 4
+
 
 @dataclass(frozen=True)
 class Recomputation:
@@ -125,6 +127,18 @@ class LayoutWork:
     @property
     def itemsize(self) -> int:
         return self.trainer.mp.compute_dtype.itemsize
+
+    @property
+    def gradient_itemsize(self) -> int:
+        """Size in bytes of a number of a microbatch's gradient. Not for `determinism: fast`."""
+        return self.itemsize if self.layerwise else _FLOAT32
+
+    @property
+    def exchanged_itemsize(self) -> int:
+        """Size in bytes of a number of the gradients that devices exchange: sums over microbatches are float32. Not for
+        `determinism: fast`.
+        """
+        return self.gradient_itemsize if self.gathers == self.microbatches else _FLOAT32
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ _ADDITION_PASSES = 3
 _REDUCTION_PASSES = 5
 """Number of passes of the gradients through memory in a sum over devices: they are cut into slices (read and written)
 and exchanged (read and written), and the received slices are read."""
-_GATHER_PASSES = {"layer": 2, "model": 3}
+_LAYER_GATHER_PASSES, _MODEL_GATHER_PASSES = 2, 3
 """Number of passes of the gathered parameters through memory: they are written, and rearranged if the divided dimension
 is not the first. Parameters of a layer are cast before they are gathered."""
 _HOPPER = 9
@@ -65,12 +65,13 @@ def exchange_bytes(work: LayoutWork) -> float:
     if not work.trainer.bitwise or work.shards == 1:
         return 0.0
     if work.layerwise:
-        # The forward and the backward pass gather separately. Gradients of a single microbatch stay narrow.
-        gathered = 2 * _GATHER_PASSES["layer"] * work.itemsize
-        reduced = _REDUCTION_PASSES * (work.itemsize if work.gathers == work.microbatches else _FLOAT32)
+        # The forward and the backward pass gather separately.
+        gathered = 2 * work.gathers * _LAYER_GATHER_PASSES * work.itemsize
     else:
-        gathered, reduced = _GATHER_PASSES["model"] * _FLOAT32, _REDUCTION_PASSES * _FLOAT32
-    return work.gathers * work.params * (gathered + reduced)
+        # The groups of microbatches of a step share the gathered model.
+        gathered = _MODEL_GATHER_PASSES * _FLOAT32
+    reduced = work.gathers * _REDUCTION_PASSES * work.exchanged_itemsize
+    return work.params * (gathered + reduced)
 
 
 def update_bytes(work: LayoutWork) -> float:
@@ -81,10 +82,9 @@ def update_bytes(work: LayoutWork) -> float:
 def _gradient_bytes(work: LayoutWork) -> float:
     """Returns the bytes of gradients that products write and that are added, and of parameters that are cast."""
     if work.trainer.bitwise:
-        written = work.itemsize if work.layerwise else _FLOAT32
         # Without gathers of layers, each microbatch casts the float32 parameters.
         cast = 0 if work.layerwise else _FLOAT32 + work.itemsize
-        passes = written + cast + _addition_bytes(work, written)
+        passes = work.gradient_itemsize + cast + _addition_bytes(work)
     elif work.microbatches > 1:
         # The gradient is written and read, and the float32 sum is read and written.
         passes = 2 * work.itemsize + 2 * _FLOAT32
@@ -93,16 +93,11 @@ def _gradient_bytes(work: LayoutWork) -> float:
     return (work.params + _pipeline_params(work)) * passes
 
 
-def _addition_bytes(work: LayoutWork, written: int) -> float:
-    """Returns the bytes per parameter and microbatch of the tree of additions over the microbatches of a device.
-
-    Args:
-        work: the work of the step.
-        written: size of a number of a microbatch's gradient; sums are float32.
-    """
+def _addition_bytes(work: LayoutWork) -> float:
+    """Returns the bytes per parameter and microbatch of the tree of additions over the microbatches of a device."""
     added = work.microbatches / work.gathers
     pairs, later = added // 2, added - 1 - added // 2
-    return (pairs * (2 * written + _FLOAT32) + later * _ADDITION_PASSES * _FLOAT32) / added
+    return (pairs * (2 * work.gradient_itemsize + _FLOAT32) + later * _ADDITION_PASSES * _FLOAT32) / added
 
 
 def _pipeline_params(work: LayoutWork) -> float:

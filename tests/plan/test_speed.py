@@ -103,6 +103,9 @@ def test_gradients_of_other_modes_are_not_float32_everywhere():
     # The only gradient of a device is exchanged in bfloat16.
     alone = 2 + 5 * 2 + 2 * 2 * 2
     assert bytes_of_parameters({"gather": "layer"}, plan=MicrobatchPlan(16, 4, 4)) == pytest.approx(alone + update)
+    # Two groups of one microbatch share the gathered model. Each exchanges its float32 gradient.
+    groups = 2 * (4 + 2 + 4) + 3 * 4 + 2 * 5 * 4
+    assert bytes_of_parameters({"gather": "model"}, gathers=2) == pytest.approx(groups + update)
     # A gradient in bfloat16 is written and read, and its sum in float32 is read and written.
     fast = {"gather": "auto", "determinism": "fast"}
     assert bytes_of_parameters(fast) == pytest.approx(2 * 12 + update)
