@@ -15,6 +15,7 @@ import numpy as np
 
 from lm_trainer.checkpoint.store import CheckpointStore
 from lm_trainer.core.files import ensure_writable_directory, local_path
+from lm_trainer.profile.peak_memory import PeakMemory
 from lm_trainer.profile.timing import BenchResult, Spread, format_si, measure_interleaved, time_call
 from lm_trainer.run.build.example_batch import example_batch
 from lm_trainer.run.config.run_config import RunConfig
@@ -51,11 +52,12 @@ def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> Bench
                 {"alone": run.time_steps, "saving": run.time_save_and_steps, "write": write}, repeats
             )
             restores = [time_call(run.restore) for _ in range(repeats)]
+            host_bytes = run.measure_host_bytes()
     for directory in missing:
         # The directory cannot be removed if other processes have written files there.
         with contextlib.suppress(OSError):
             directory.rmdir()
-    return _build_report(run, timings, restores)
+    return _build_report(run, timings, restores, host_bytes)
 
 
 class _Run:
@@ -97,6 +99,15 @@ class _Run:
         self.finished.append(time.perf_counter() - started)
         return seconds
 
+    def measure_host_bytes(self) -> int:
+        """Returns by how many bytes a save raises the peak memory of the process while it trains."""
+        peaks = []
+        for run in (self.time_steps, self.time_save_and_steps):
+            with PeakMemory() as memory:
+                run()
+            peaks.append(memory.peak_bytes)
+        return max(0, peaks[1] - peaks[0])
+
     def restore(self) -> None:
         """Reads and verifies the newest checkpoint."""
         restored = self._store.restore(self._like)
@@ -120,7 +131,7 @@ def _build_timed_writer(path: Path, count: int) -> Callable[[], float]:
     return write
 
 
-def _build_report(run: _Run, timings: dict[str, list[float]], restores: list[float]) -> BenchResult:
+def _build_report(run: _Run, timings: dict[str, list[float]], restores: list[float], host_bytes: int) -> BenchResult:
     count, steps = run.num_bytes, run.steps
     spreads = {
         "step": Spread.from_values([seconds / steps for seconds in timings["alone"]]),
@@ -132,6 +143,7 @@ def _build_report(run: _Run, timings: dict[str, list[float]], restores: list[flo
     }
     values = {
         "bytes": count,
+        "host_bytes_of_a_save": host_bytes,
         "steps_beside_a_save": steps,
         "samples": len(restores),
         **{f"{name}_seconds": spread.as_dict() for name, spread in spreads.items()},
@@ -144,6 +156,7 @@ def _build_report(run: _Run, timings: dict[str, list[float]], restores: list[flo
         ("save: the run waits", spreads["blocked"].format_milliseconds()),
         ("save: costs in all", f"{spreads['cost'].format_milliseconds()}, copies, threads and disk over {steps} steps"),
         ("save: on disk within", f"{spreads['finished'].format_milliseconds()}, those steps included"),
+        ("save: host memory", f"{host_bytes / 2**20:,.1f} MiB more than the peak of the steps alone"),
         (
             "restore, verified",
             f"{spreads['restore'].format_milliseconds()}, {format_si(count / spreads['restore'].median)}B/s",

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from lm_trainer.checkpoint.host_memory import group_by_bytes, local_bytes
 from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.checkpoint.record import CheckpointError, root_cause, verify_record
 from lm_trainer.checkpoint.steps import AllDamaged, DirectoryLock
@@ -74,7 +75,8 @@ class BucketSteps:
     ) -> dict[str, jax.Array]:
         del step
         read: dict[str, jax.Array] = {}
-        for names in _group_by_size(like):
+        sizes = {name: int(np.prod(x.shape)) * x.dtype.itemsize for name, x in like.items()}
+        for names in group_by_bytes(sizes, _IN_FLIGHT_BYTES):
             # Devices that share a chunk read it only once.
             cache = tensorstore_context(cache_pool={"total_bytes_limit": _IN_FLIGHT_BYTES})
             stores = {name: _open_array(self.directory, record["layout"], name, like[name], cache) for name in names}
@@ -117,6 +119,7 @@ class BucketWriter:
         self.directory = steps.directory
         self._steps, self._lock = steps, lock
         self._seconds = steps.config.retry_for.total_seconds()
+        self._host_bytes = steps.config.host_bytes
         self._latest_deadline = float("inf")
         self._deletes = True
         self._saves = ThreadPoolExecutor(1, "save")
@@ -137,12 +140,35 @@ class BucketWriter:
         unique = int(gather(np.asarray(secrets.randbits(31), np.int32))[0])
         prefix = f"{_ARRAYS}/{step}-{unique:08x}"
         layout = {"prefix": prefix, "chunks": {name: _chunk_shape(x) for name, x in arrays.items()}}
-        shards = list(_local_shards(arrays))
         record = with_checksum({**record, "layout": layout})
-        return self._saves.submit(self._write, step, shards, record)
+        timer, limit = _SaveTimer(self, step), self._host_bytes
+        *groups, last = [[*arrays]] if limit is None else group_by_bytes(local_bytes(arrays), limit)
+        # The copies of a group are freed before those of the next one are made, so training can only continue once the
+        # last group is copied.
+        for names in groups:
+            self._write_shards(list(_local_shards({name: arrays[name] for name in names})), record, timer)
+        shards = list(_local_shards({name: arrays[name] for name in last}))
+        return self._saves.submit(self._write, step, shards, record, timer)
 
-    def _write(self, step: int, shards: list[tuple[str, Any, np.ndarray]], record: Mapping[str, Any]) -> None:
-        timer = _SaveTimer(self, step)
+    def _write(
+        self, step: int, shards: list[tuple[str, Any, np.ndarray]], record: Mapping[str, Any], timer: _SaveTimer
+    ) -> None:
+        layout = record["layout"]
+        self._write_shards(shards, record, timer)
+        self._wait_for_all_shards(layout["prefix"], timer)
+        if is_lead():
+            self._lock.before_commit(timer.seconds_left())
+            timer.check_deadline()
+            self.directory.write(record_key(step), _encode_record(record), seconds=timer.seconds_left())
+        elif jax.process_count() > 1:
+            while self._array_prefixes(record_key(step)) != [layout["prefix"]]:
+                timer.sleep()
+        self._present.add(step)
+        self._deletes = True
+
+    def _write_shards(
+        self, shards: list[tuple[str, Any, np.ndarray]], record: Mapping[str, Any], timer: _SaveTimer
+    ) -> None:
         layout, shapes = record["layout"], record["shapes"]
         stores = {
             name: _open_array(self.directory, layout, name, _parse_shape_dtype(shapes[name]), tensorstore_context())
@@ -160,16 +186,6 @@ class BucketWriter:
             for write in writes:
                 write.cancel()
             raise
-        self._wait_for_all_shards(layout["prefix"], timer)
-        if is_lead():
-            self._lock.before_commit(timer.seconds_left())
-            timer.check_deadline()
-            self.directory.write(record_key(step), _encode_record(record), seconds=timer.seconds_left())
-        elif jax.process_count() > 1:
-            while self._array_prefixes(record_key(step)) != [layout["prefix"]]:
-                timer.sleep()
-        self._present.add(step)
-        self._deletes = True
 
     def _wait_for_all_shards(self, prefix: str, timer: _SaveTimer) -> None:
         """Waits for the shards of every process.
@@ -314,6 +330,9 @@ class _SaveTimer:
                 return future.result(timeout=1)
             except TimeoutError:
                 self.check_deadline()
+            except UserError:
+                # The handler of a stop signal raises this error in the main thread.
+                raise
             except Exception as error:
                 reason = explain_failed_request(error, self._writer.directory, 0)
                 raise MachineError(reason) from None
@@ -387,21 +406,6 @@ def _local_shards(arrays: Mapping[str, jax.Array]) -> Iterator[tuple[str, Any, n
     for name, shard in shards:
         # Copies the shard, because on a CPU the array would share memory that the next step overwrites.
         yield name, shard.index, np.array(shard.data, copy=True)
-
-
-def _group_by_size(like: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[list[str]]:
-    """Yields groups of array names. A group has at most `_IN_FLIGHT_BYTES` in total, or contains a single array."""
-    group: list[str] = []
-    size = 0
-    for name, x in like.items():
-        num_bytes = int(np.prod(x.shape)) * x.dtype.itemsize
-        if group and size + num_bytes > _IN_FLIGHT_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(name)
-        size += num_bytes
-    if group:
-        yield group
 
 
 def _request_shards(store: Any, like: jax.ShapeDtypeStruct) -> dict[Any, Any]:

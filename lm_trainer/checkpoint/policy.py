@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import ClassVar
 
-from pydantic import PositiveInt, model_validator
+from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from lm_trainer.core.bucket import storage_path
 from lm_trainer.core.config import Config, Duration, LocalPath, PositiveDuration, StorageLocation
@@ -53,6 +53,10 @@ class CheckpointerConfig(Config):
     """For checkpoints in a bucket: the time available for the last save after a stop signal. Set it to the time from
     the signal until the machine is taken away."""
 
+    host_memory_gb: PositiveFloat | None = None
+    """Maximum number of gigabytes (10^9 bytes) of host memory for the copies from which a process writes a checkpoint.
+    If its part of the state is larger, training waits until the rest is written. null: a copy of the whole part, so
+    training continues at once. A single larger array is copied as a whole."""
     memory: MemoryCopiesConfig | None = None
     """Keep copies of the state in the memory of the machines between checkpoints, each part on two machines. null:
     none."""
@@ -60,6 +64,11 @@ class CheckpointerConfig(Config):
     absent: ClassVar[Mapping[str, str]] = {
         "create": "use CheckpointStore(Path(config.expanded_path(run_id)), config) of lm_trainer.checkpoint.store",
     }
+
+    @property
+    def host_bytes(self) -> int | None:
+        """`host_memory_gb` in bytes."""
+        return None if self.host_memory_gb is None else int(self.host_memory_gb * 1e9)
 
     def expanded_path(self, run_id: str) -> str:
         """Returns the checkpoint directory of a run."""

@@ -303,7 +303,7 @@ def _describe_state(step: int, arrays: Arrays) -> dict[str, Any]:
 
 
 def _open_steps(directory: StoragePath, config: CheckpointerConfig | None = None) -> Steps:
-    return BucketSteps(directory, config) if isinstance(directory, Bucket) else DiskSteps(directory)
+    return BucketSteps(directory, config) if isinstance(directory, Bucket) else DiskSteps(directory, config)
 
 
 def list_steps(directory: StoragePath) -> list[int]:

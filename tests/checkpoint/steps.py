@@ -55,8 +55,8 @@ def check_that_a_step_comes_back(directory: StoragePath, devices: int) -> None:
         assert len(restored.arrays[name].sharding.device_set) == devices
 
 
-def check_that_a_save_is_a_snapshot(directory: StoragePath) -> None:
-    store = CheckpointStore(directory, NEVER)
+def check_that_a_save_is_a_snapshot(directory: StoragePath, host_memory_gb: float | None) -> None:
+    store = CheckpointStore(directory, NEVER.model_copy(update={"host_memory_gb": host_memory_gb}))
     values = arrays(1, sharding_over(8))
     expected = np.asarray(values["params.w"]).copy()
     overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)

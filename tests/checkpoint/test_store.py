@@ -72,8 +72,26 @@ def test_what_was_saved_comes_back_on_any_mesh(directory: Path, devices: int) ->
     check_that_a_step_comes_back(directory, devices)
 
 
-def test_a_save_is_a_snapshot_of_arrays_that_are_given_away_at_once(directory: Path) -> None:
-    check_that_a_save_is_a_snapshot(directory)
+@pytest.mark.parametrize("host_memory_gb", [None, 1e-6])
+def test_a_save_is_a_snapshot_of_arrays_that_are_given_away_at_once(
+    directory: Path, host_memory_gb: float | None
+) -> None:
+    check_that_a_save_is_a_snapshot(directory, host_memory_gb)
+
+
+def test_training_waits_for_a_save_in_parts(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    committed, rename = threading.Event(), os.rename
+    monkeypatch.setattr(os, "rename", lambda *args: (committed.wait(), rename(*args)))
+    store = CheckpointStore(directory, NEVER.model_copy(update={"host_memory_gb": 1.0}))
+    store.save(1, arrays(1, sharding_over(8)), {})
+    assert store.steps() == []
+    committed.set()
+    store.wait()
+    store.close()
+    store = CheckpointStore(directory, NEVER.model_copy(update={"host_memory_gb": 1e-6}))
+    store.save(2, arrays(2, sharding_over(8)), {})
+    assert store.steps() == [1, 2]
+    store.close()
 
 
 def test_temporary_checkpoints_are_replaced_and_permanent_ones_stay(directory: Path) -> None:

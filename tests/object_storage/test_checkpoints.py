@@ -42,8 +42,11 @@ def test_policies_keep_the_same_steps_as_on_disk(bucket: Bucket) -> None:
     assert steps_with_arrays(bucket) == {"10", "20", "23"}
 
 
-def test_a_save_is_a_snapshot_of_arrays_that_are_given_away_at_once(bucket: Bucket) -> None:
-    check_that_a_save_is_a_snapshot(bucket)
+@pytest.mark.parametrize("host_memory_gb", [None, 1e-6])
+def test_a_save_is_a_snapshot_of_arrays_that_are_given_away_at_once(
+    bucket: Bucket, host_memory_gb: float | None
+) -> None:
+    check_that_a_save_is_a_snapshot(bucket, host_memory_gb)
 
 
 def test_without_its_record_a_step_does_not_exist_and_its_arrays_go(bucket: Bucket) -> None:

@@ -64,6 +64,22 @@ def test_saves_reads_and_deletions_get_through_faults_that_pass(behind: Bucket, 
     assert {name.split("-")[0] for name in behind.list("arrays")} == {"3"}
 
 
+@pytest.mark.parametrize(("limit", "waiting"), [(1.0, "params.w"), (1e-6, "params.half")])
+def test_training_waits_for_all_but_the_last_part_of_a_save(
+    behind: Bucket, proxy: Proxy, limit: float, waiting: str
+) -> None:
+    arrived = threading.Event()
+    proxy.fault = limit_to(lambda _: not arrived.wait(), "PUT", path=waiting)
+    store = CheckpointStore(behind, NEVER.model_copy(update={"host_memory_gb": limit}))
+    store.save(1, arrays(1, sharding_over(8)), {})
+    written = {name.split("/")[1] for name in behind.list("arrays")}
+    arrived.set()
+    assert ("params.w" in written) == (waiting != "params.w")
+    store.wait()
+    assert equals_saved_step(store, 1)
+    store.close()
+
+
 @pytest.mark.parametrize(
     "fault",
     [
