@@ -181,8 +181,9 @@ def compile_case(case: Case) -> dict[str, Any]:
         "model_flops": plan["work"]["flops_per_step"] / chips,
         "seconds": plan["compiled"]["step_seconds"],
         "mfu": plan["compiled"]["mfu"],
-        "expected_mfu": planned["time"]["mfu"],
+        "expected_mfu": plan["time"]["mfu"],
         "bound_by": plan["compiled"]["bound_by"],
+        "overlapped_share": plan["compiled"]["overlapped_share"],
     }
 
 

@@ -182,6 +182,7 @@ class Rehearsal(Protocol):
 
 _CURRENT = ContextVar[Rehearsal | None]("rehearsal", default=None)
 _ONE_SHARD = ContextVar[bool]("one_shard", default=False)
+_COMPARING = ContextVar[bool]("comparing", default=False)
 
 
 def current_rehearsal() -> Rehearsal | None:
@@ -197,6 +198,21 @@ def rehearsing(rehearsal: Rehearsal) -> Iterator[None]:
         yield
     finally:
         _CURRENT.reset(token)
+
+
+@contextmanager
+def comparing_programs() -> Iterator[None]:
+    """Makes rehearsals in this context compile the programs of microbatches and compare them, as a run does."""
+    token = _COMPARING.set(True)
+    try:
+        yield
+    finally:
+        _COMPARING.reset(token)
+
+
+def compares_programs() -> bool:
+    """Returns true in a run, and in a rehearsal in the context of `comparing_programs`."""
+    return current_rehearsal() is None or _COMPARING.get()
 
 
 @contextmanager

@@ -75,6 +75,8 @@ class LayoutWork:
     recomputation: Recomputation
     measures_logits: bool = False
     """True if the largest logit of each head is measured: see `lm_trainer.nn.logit_clip`."""
+    overlap: float = 1.0
+    """Share of the exchanges of layers that may overlap with a computation; see `overlapped_share`."""
     head_shards: int = 1
     """Number of devices that share the output head. Tensor parallelism of this package does not shard it."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.mixer_spec import softmax_specs
-from lm_trainer.parallel.rehearsal import on_one_shard
+from lm_trainer.parallel.rehearsal import comparing_programs, on_one_shard
 from lm_trainer.plan.attention_workspace import NO_WORKSPACE, AttentionWorkspace
 from lm_trainer.profile.attention_kernels import computed_share, kernel_block
 from lm_trainer.run.build.example_batch import example_batch
@@ -179,7 +180,8 @@ class StepMemory:
         """
         rows = self.rows if rows is None else rows
         if rows not in self._records:
-            with self.programs.measure_for_rows(rows) as measure:
+            compares = comparing_programs() if self._by_own_compiler else nullcontext()
+            with compares, self.programs.measure_for_rows(rows) as measure:
                 self._records[rows] = self._rehearse(rows, measure)
         return self._records[rows]
 
@@ -197,6 +199,11 @@ class StepMemory:
         """Returns true if the step with microbatches of `rows` rows has been planned."""
         return rows in self._records
 
+    @property
+    def _by_own_compiler(self) -> bool:
+        """True if the programs are compiled by the compiler of an accelerator that is planned for."""
+        return self._platform != "cpu" and self._devices[0].platform == self._platform
+
     def _rehearse(self, rows: int, measure: Measure) -> StepRecord:
         if rows not in self._built:
             self._built[rows] = self._build(self._trainer_with_rows(rows))
@@ -208,7 +215,7 @@ class StepMemory:
         """Scales memory reported by the CPU compiler to an accelerator's, and adds the workspace of attention."""
         if self._platform == "cpu":
             return measure
-        compiled_for_cpu = self._devices[0].platform == "cpu"
+        compiled_for_cpu = not self._by_own_compiler
 
         def measure_scaled(program: StepProgram, key: Key, args: tuple[Any, ...]) -> MeasuredProgram:
             measured = measure(program, key, args)

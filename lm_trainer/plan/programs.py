@@ -21,6 +21,10 @@ _KERNEL = re.compile(rf'custom_call_target="(tpu_custom_call|__cudnn\$fmha\w*|{_
 
 _LAYER = re.compile(r"layer (\d+)")
 
+_EXCHANGES_AT_ENDS = {"gather layer": 3, "reduce layer": 2}
+"""Number of exchanges at the ends of passes: a layer is gathered before the forward pass, and two before the backward
+pass, which reduces the gradients of two layers after it has computed them."""
+
 
 @dataclass(frozen=True)
 class TargetFigures:
@@ -162,13 +166,28 @@ class CompiledStep:
             }
             for work in self.programs
         ]
-        content: dict[str, Any] = {"programs": programs}
+        content: dict[str, Any] = {"programs": programs, "overlapped_share": overlapped_share(self.programs)}
         if self.time is not None:
             lower, upper = self.time.lower_bound, self.time.upper_bound
             content["step_seconds"] = {"least": lower, "most": upper}
             content["mfu"] = {"least": self.time.mfu(upper), "most": self.time.mfu(lower)}
             content["bound_by"] = self.time.bound_by
         return content
+
+
+def overlapped_share(programs: Sequence[ProgramWork]) -> float:
+    """Returns the share of the exchanges of layers that overlap with a computation, by their time.
+
+    Exchanges at the ends of a pass never overlap, and do not count. 1 if there are no others.
+    """
+    separate = sum(
+        max(0, work.runs - runs) * work.network_seconds
+        for exchange, runs in _EXCHANGES_AT_ENDS.items()
+        for work in programs
+        if work.name.startswith(exchange)
+    )
+    overlapping = sum(work.runs * work.network_seconds for work in programs if " with " in work.name)
+    return overlapping / (overlapping + separate) if separate else 1.0
 
 
 def step_time(programs: Sequence[ProgramWork], flops: float, peak: float, bandwidths: Bandwidths) -> StepTime:

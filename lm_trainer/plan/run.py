@@ -23,7 +23,7 @@ from lm_trainer.plan.fit import MicrobatchFit, find_fitting_microbatch
 from lm_trainer.plan.gpu_target import compute_capability
 from lm_trainer.plan.layout_work import PlannedModel, count_device_params, describe_layout
 from lm_trainer.plan.memory import Correction, MemoryPlan, StepMemory
-from lm_trainer.plan.programs import CompiledStep, ProgramWork, TargetFigures, step_time
+from lm_trainer.plan.programs import CompiledStep, ProgramWork, TargetFigures, overlapped_share, step_time
 from lm_trainer.plan.refusal import explain_refusals
 from lm_trainer.profile.devices import device_bandwidths, device_platform, is_older_than_ampere
 from lm_trainer.profile.flops import flops_per_token, parameter_count, ring_score_fraction
@@ -205,6 +205,9 @@ def plan_run(
         mesh,
         params,
     )
+    compiled = _compile_step(memory, work, group, devices) if own_compiler else None
+    if compiled is not None:
+        layout = replace(layout, overlap=overlapped_share(compiled.programs))
     return RunPlan(
         devices=group,
         mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
@@ -226,7 +229,7 @@ def plan_run(
         kernel=None if backend in ("xla", "ring") or own_compiler else backend,
         attention_workspace=workspace.bytes(rows),
         ring=_plan_ring(config, vocab_size, rows, flops) if backend == "ring" else None,
-        compiled=_compile_step(memory, work, group, devices) if own_compiler else None,
+        compiled=compiled,
     )
 
 

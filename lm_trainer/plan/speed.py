@@ -160,7 +160,7 @@ def _hidden_seconds(work: LayoutWork, sent: Communication, busy: float) -> float
     With `gather: model`, they are separate programs. Communication of activations is never hidden.
     """
     if work.layerwise:
-        busy *= work.gathers / work.microbatches
-    elif work.trainer.bitwise:
+        return work.overlap * min(busy * work.gathers / work.microbatches, sent.batch - sent.exposed)
+    if work.trainer.bitwise:
         return 0.0
     return min(busy, sent.batch - sent.exposed)

@@ -12,7 +12,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from lm_trainer.profile.hlo import Computation, Instruction, Program, parse_program, split_at_closing
+from lm_trainer.profile.hlo import (
+    Computation,
+    Instruction,
+    Program,
+    array_dimensions,
+    parse_program,
+    split_at_closing,
+)
 
 Value = str | tuple["Value", ...]
 """Hash of how a value is computed; for a tuple, one hash for each element."""
@@ -34,6 +41,9 @@ _CALLS = frozenset(("call", "async-start", "call-start"))
 _SHAPES = frozenset(("bitcast", "reshape"))
 _ACCUMULATES = frozenset(("convolution", "dot", "reduce", "reduce-window", "scatter", "custom-call"))
 """Operations whose order of additions may depend on tile sizes."""
+
+_PIECES = 'custom_call_target="ConcatBitcast"'
+_BOUNDS = re.compile(r"\[(\d+):(\d+)\]")
 
 _LAYOUT = re.compile(r"\{[^{}]*\}")
 _UNIT = re.compile(r"(?<=[\[,])1(?:,|(?=\]))")
@@ -125,12 +135,16 @@ class _Hasher:
             return elements[index] if isinstance(elements, tuple) else _digest("element", index, elements)
         if op.opcode == "tuple":
             return tuple(operands)
+        if _PIECES in op.attributes and (whole := _prefetched_whole(op, computation)) is not None:
+            return values[whole]
         if op.opcode in _CALLS:
             return self._hash_call(op.called_computations("calls", "to_apply")[0], operands)
         if op.opcode == "fusion":
             return self._mark_as_fusion(
                 self._hash_call(op.called_computations("calls")[0], operands), self._relevant_attributes(op)
             )
+        if op.opcode == "while" and isinstance(operands[0], tuple):
+            return self._hash_loop(op, operands[0])
         if op.opcode == "constant":
             return _digest("constant", _normalize_shape(op.shape), re.sub(r"[{}\s]", "", op.operand_text))
         functions = [
@@ -145,6 +159,26 @@ class _Hasher:
         if isinstance(value, tuple):
             return tuple(self._mark_as_fusion(element, attributes) for element in value)
         return _digest("fusion", attributes, value)
+
+    def _hash_loop(self, op: Instruction, initial: tuple[Value, ...]) -> Value:
+        """Returns the hashes of the values that a loop carries, whose order in the loop does not matter.
+
+        A value is first identified by its initial value, and then by how an iteration computes it from all values,
+        until no more of them can be told apart (partition refinement).
+        """
+        body, condition = op.called_computations("body")[0], op.called_computations("condition")[0]
+        start = [_digest("carried", _flatten_value(value)) for value in initial]
+        hashes, count = start, 0
+        while len({*hashes}) > count:
+            count = len({*hashes})
+            state = tuple(hashes)
+            stop, following = (self._hash_call(name, [state]) for name in (condition, body))
+            hashes = [
+                _digest(first, _flatten_value(value), _flatten_value(stop))
+                for first, value in zip(start, following, strict=True)
+            ]
+        # With the hashes of all values, because equal values of two loops may depend on values that differ.
+        return tuple(_digest("while", self._relevant_attributes(op), value, *sorted({*hashes})) for value in hashes)
 
     def _hash_function(self, name: str) -> str:
         """Returns a hash of a computation that is independent of its arguments."""
@@ -182,6 +216,25 @@ class _Hasher:
         if op.opcode == "custom-call":
             return json.dumps({key: x for key, x in fields.items() if key not in _SCHEDULE}, sort_keys=True)
         return json.dumps({key: _without_costs(fields[key]) for key in _TILES if key in fields}, sort_keys=True)
+
+
+def _prefetched_whole(op: Instruction, computation: Computation) -> str | None:
+    """Returns the name of the array that an operation joins from pieces; None if they are not the whole array in order.
+
+    A TPU compiler may copy an array to fast memory in pieces (`slice-start`).
+    """
+    starts = [computation[computation[name].operands[0]] for name in op.operands if computation[name].operands]
+    bounds = [_BOUNDS.findall(start.attributes.partition("slice={")[2].partition("}")[0]) for start in starts]
+    sources = {start.operands[0] for start in starts if start.opcode == "slice-start"}
+    if len(starts) != len(op.operands) or len(sources) != 1 or not all(bounds):
+        return None
+    (source,) = sources
+    sizes = array_dimensions(computation[source].shape)
+    pieces = [[(int(first), int(end)) for first, end in piece] for piece in bounds]
+    cut = [axis for axis, size in enumerate(sizes) if any(piece[axis] != (0, size) for piece in pieces)]
+    ends = [0, *(piece[cut[0]][1] for piece in pieces)] if len(cut) == 1 else []
+    in_order = ends and ends[-1] == sizes[cut[0]] and ends[:-1] == [piece[cut[0]][0] for piece in pieces]
+    return source if in_order else None
 
 
 def _without_costs(fields: object) -> object:

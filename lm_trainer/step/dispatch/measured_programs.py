@@ -40,7 +40,7 @@ class MeasuredPrograms:
         def measure(program: Program, key: Key, args: tuple[PyTree, ...]) -> MeasuredProgram:
             if key not in self._by_key:
                 if program.grows:
-                    program = replace(program, executable=self._compiled.get(program.name))
+                    program = replace(program, executable=self._compiled.get(program.name, program.executable))
                 self._by_key[key], executable = measure_compiled(program, args)
                 self.texts[key] = executable.hlo()
             measured = self._by_key[key]

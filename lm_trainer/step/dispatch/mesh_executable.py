@@ -17,7 +17,7 @@ import jax
 from lm_trainer.core.jax_types import PyTree
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.processes import any_process
-from lm_trainer.parallel.rehearsal import current_rehearsal
+from lm_trainer.parallel.rehearsal import compares_programs
 from lm_trainer.profile.program_graph import output_hashes
 from lm_trainer.step.dispatch.executable import Executable
 from lm_trainer.step.dispatch.mesh_group import MeshGroup, Signature
@@ -104,7 +104,7 @@ class MeshExecutable:
             ProgramsDiffer: in all processes, if any of them compiles a result differently than for one device.
         """
         self._alone = alone
-        if current_rehearsal() is not None:
+        if not compares_programs():
             return
         exchanged = [argument for exchange in self._exchanges for argument in exchange.arguments]
         arguments = self._group.argument_shapes(self._signature)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from lm_trainer.core.jax_types import Device, PyTree
-from lm_trainer.parallel.rehearsal import current_rehearsal
+from lm_trainer.parallel.rehearsal import compares_programs, current_rehearsal
 from lm_trainer.step.dispatch.executable import Executable, compile_for_each
 
 
@@ -68,7 +68,7 @@ def create_programs(
     *,
     by_all_processes: bool = False,
 ) -> list[Program]:
-    """Creates a program for each of several device sets, and compiles them unless in a rehearsal.
+    """Creates a program for each of several device sets, and compiles them unless in a rehearsal that does not.
 
     Args:
         program: description of the program.
@@ -78,7 +78,7 @@ def create_programs(
         name: name of the computation, for a warning.
         by_all_processes: as for `compile_on_each`.
     """
-    if current_rehearsal() is not None:
+    if not compares_programs():
         return [replace(program, jitted=jit_for(index)) for index in range(len(device_sets))]
 
     def compile_set(index: int) -> Executable:
