@@ -78,11 +78,12 @@ def create_programs(
         name: name of the computation, for a warning.
         by_all_processes: as for `compile_on_each`.
     """
+    programs = [replace(program, jitted=jit_for(index)) for index in range(len(device_sets))]
     if not compares_programs():
-        return [replace(program, jitted=jit_for(index)) for index in range(len(device_sets))]
+        return programs
 
     def compile_set(index: int) -> Executable:
-        return Executable.from_jitted(jit_for(index), *arguments(index))
+        return Executable.from_jitted(programs[index].jitted, *arguments(index))
 
     executables = compile_for_each(compile_set, device_sets, name, by_all_processes=by_all_processes)
-    return [replace(program, executable=executable) for executable in executables]
+    return [replace(program, executable=executable) for program, executable in zip(programs, executables, strict=True)]
