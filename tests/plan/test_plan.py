@@ -20,7 +20,7 @@ from lm_trainer.plan.devices import memory_budget, parse_bytes, parse_devices
 from lm_trainer.plan.estimate import Traces, estimate_step
 from lm_trainer.plan.fit import find_largest_microbatch, possible_rows
 from lm_trainer.plan.memory import StepMemory
-from lm_trainer.plan.programs import ProgramWork, step_time
+from lm_trainer.plan.programs import ProgramWork, overlapped_share, step_time
 from lm_trainer.plan.table import format_bytes, plan_lines
 from lm_trainer.plan.target import target_devices
 from lm_trainer.profile.devices import Bandwidths, device_kind, device_memory
@@ -351,6 +351,23 @@ def test_the_time_of_a_step_lies_between_all_at_once_and_one_after_another():
     # In a run: products 2 s, memory 1 + 3 s, network 2 s.
     assert (times.lower_bound, times.upper_bound, times.bound_by) == (2 * 4, 2 * (2 + 3 + 2), "memory")
     assert times.mfu(times.lower_bound) == pytest.approx(6 / 2 / 8)
+
+
+def test_the_share_of_exchanges_that_overlap_is_by_their_time():
+    def work(name: str, runs: int, seconds: float) -> ProgramWork:
+        return ProgramWork(name, runs, (), {}, {}, network_seconds=seconds)
+
+    # Four layers: at the ends of the passes three gathers and two reductions are separate programs.
+    overlapping = [
+        work("gather layer 0", 3, 1.0),
+        work("reduce layer 0", 2, 2.0),
+        work("layer 0 with gather layer 0", 3, 1.0),
+        work("layer 0 gradient with gather layer 0, reduce layer 0", 2, 3.0),
+    ]
+    separate = [work("gather layer 0", 8, 1.0), work("reduce layer 0", 4, 2.0), work("layer 0", 8, 0.0)]
+    # The forward pass alone overlaps: 3 of 3 s there, and none of 2 x 1 + 2 x 2 s of the backward pass.
+    forward = [work("gather layer 0", 5, 1.0), work("reduce layer 0", 4, 2.0), overlapping[2]]
+    assert [overlapped_share(programs) for programs in (overlapping, separate, forward, [])] == [1, 0, 1 / 3, 1]
 
 
 @pytest.mark.parametrize(

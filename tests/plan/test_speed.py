@@ -158,6 +158,9 @@ def test_only_gathers_of_layers_and_fast_steps_overlap():
         # The first gather and the last reduction are exposed.
         assert cost.hidden == pytest.approx(0.8 * cost.network * (1 - 1 / LAYERS))
     assert model.hidden == 0
+    # Half of the exchanges are separate programs.
+    half = step_cost(work_of({"gather": "layer"}, overlap=0.5), machine)
+    assert half.hidden == pytest.approx(layer.hidden / 2)
     # The program that overlaps contains one of two microbatches, and the network is the bottleneck.
     slow = replace(machine, bandwidths=replace(machine.bandwidths, network=1.0))
     layer = step_cost(work_of({"gather": "layer"}), slow)

@@ -14,11 +14,14 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
-from lm_trainer.parallel.rehearsal import on_one_shard
+from lm_trainer.parallel.rehearsal import comparing_programs, on_one_shard
+from lm_trainer.profile.program_graph import output_hashes
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import TrainingSetup, build_setup
 from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.step.dispatch import mesh_executable
 from lm_trainer.step.dispatch.device_groups import LAYERS_AT_ONCE
+from lm_trainer.step.dispatch.measured_programs import MeasuredPrograms
 from lm_trainer.step.dispatch.mesh_group import dispatching_for
 from lm_trainer.step.dispatch.recorder import measure_traced
 from lm_trainer.step.state.train_state import TrainState, to_host
@@ -148,6 +151,26 @@ def test_a_plan_counts_the_programs_that_the_host_dispatches(devices: int, expec
     for (name, *_), times in setup.rehearse(random_batch(1, LENGTH, VOCAB), "gpu", measure_traced).runs.items():
         runs[name] += times
     assert runs == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_plan_that_compares_programs_leaves_out_exchanges_that_change_a_layer(
+    equal: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def hash_outputs(hlo: str) -> list[str]:
+        hashes = output_hashes(hlo)
+        return hashes if equal or "all-gather" not in hlo else [f"{x} with an exchange" for x in hashes]
+
+    monkeypatch.setattr(mesh_executable, "output_hashes", hash_outputs)
+    with on_one_shard(), dispatching_for("gpu"):
+        setup = build_setup(step_config("layer"), VOCAB, jax.devices()[:4])
+    programs = MeasuredPrograms()
+    with comparing_programs(), programs.measure_for_rows(1) as measure:
+        runs = setup.rehearse(random_batch(1, LENGTH, VOCAB), "gpu", measure).runs
+    names = {name for name, *_ in runs}
+    assert {WITH_GATHER in name for name in names} == ({True, False} if equal else {False})
+    assert ("compiled differently, so the layer runs without them" in caplog.text) != equal
 
 
 @pytest.mark.slow
