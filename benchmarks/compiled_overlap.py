@@ -108,9 +108,9 @@ def compare_programs(target: str, family: str, policy: str) -> list[Comparison]:
     with (
         compiling_for(device_platform(group.kind)),
         mock.patch.object(mesh_executable.MeshExecutable, "compile_for", compile_and_compare),
+        contextlib.suppress(_Differs),
     ):
-        with contextlib.suppress(_Differs):
-            build_setup(config, VOCAB, target_devices(group)).step.compile(random_batch(1, LENGTH, VOCAB))
+        build_setup(config, VOCAB, target_devices(group)).step.compile(random_batch(1, LENGTH, VOCAB))
     return comparisons
 
 
@@ -167,10 +167,11 @@ def main() -> None:
         "# Layers alone, and in programs that also gather and reduce",
         f"`python -m benchmarks.compiled_overlap {' '.join(options.targets)} --out FILE`; jax {version('jax')}; v5p with "
         "the flags for its SparseCores.",
-        f"Three layers of width {WIDTH}, {LENGTH} positions, microbatches of one row, two on each of 4 devices. For each "
-        "program over all devices: the number of its results whose graphs (operations, fusions, kernels, tile sizes of "
-        "what adds) are those of the layer compiled for one device, and the number of its results. Empty: not compiled, "
-        "because a layer differs without any exchange, so each device has a separate program.",
+        f"Three layers of width {WIDTH}, {LENGTH} positions, microbatches of one row, two on each of 4 devices. Each "
+        "cell has the number of results of a program over all devices whose graphs (operations, fusions, kernels, tile sizes "
+        "of what adds) are those of the layer compiled for one device, and the number of all its results. A cell is "
+        "empty if the program was not compiled, because a layer differs without any exchange: each device then has a separate "
+        "program.",
         markdown_table(["devices", "family", "dtype", *COLUMNS], rows),
     ]
     options.out.write_text("\n\n".join(text) + "\n")
