@@ -50,6 +50,11 @@ COLUMNS = {
 }
 """Column -> part of the names of its programs, and whether these compute gradients."""
 
+_LEGEND = """\
+Each cell has the number of results of a program over all devices whose graphs (operations, fusions, kernels, tile sizes
+of what adds) are those of the layer compiled for one device, and the number of all its results. A cell is empty if the
+program was not compiled, because a layer differs without any exchange: each device then has a separate program."""
+
 
 class Comparison(NamedTuple):
     """Results of a program over all devices that are computed as in the program of the layer alone."""
@@ -163,15 +168,12 @@ def main() -> None:
     from importlib.metadata import version
 
     rows = [row for target in options.targets for row in compare_on_target(target)]
+    command = f"`python -m benchmarks.compiled_overlap {' '.join(options.targets)} --out FILE`"
     text = [
         "# Layers alone, and in programs that also gather and reduce",
-        f"`python -m benchmarks.compiled_overlap {' '.join(options.targets)} --out FILE`; jax {version('jax')}; v5p with "
-        "the flags for its SparseCores.",
-        f"Three layers of width {WIDTH}, {LENGTH} positions, microbatches of one row, two on each of 4 devices. Each "
-        "cell has the number of results of a program over all devices whose graphs (operations, fusions, kernels, tile sizes "
-        "of what adds) are those of the layer compiled for one device, and the number of all its results. A cell is "
-        "empty if the program was not compiled, because a layer differs without any exchange: each device then has a separate "
-        "program.",
+        f"{command}; jax {version('jax')}; v5p with the flags for its SparseCores.",
+        f"Three layers of width {WIDTH}, {LENGTH} positions, microbatches of one row, two on each of 4 devices.",
+        _LEGEND,
         markdown_table(["devices", "family", "dtype", *COLUMNS], rows),
     ]
     options.out.write_text("\n\n".join(text) + "\n")
