@@ -91,21 +91,30 @@ class _Pieces:
 
     def join(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Returns the steps and values of each metric, sorted by step."""
-        curves = {}
+        curves, orders = {}, dict[tuple[int, ...], tuple[np.ndarray, np.ndarray | None]]()
         # Pieces are removed as they are joined, so that both forms of all metrics are never held together.
         for name in [*self._pieces]:
-            curves[name] = _sort_by_step(*map(np.concatenate, zip(*self._pieces.pop(name), strict=True)))
+            numbers, steps, values = zip(*self._pieces.pop(name), strict=True)
+            # Metrics with the same lines have the same arrays of numbers, and share their steps.
+            lines = tuple(map(id, numbers))
+            if lines not in orders:
+                orders[lines] = _order_by_step(np.concatenate(numbers), np.concatenate(steps))
+            steps_N, order_N = orders[lines]
+            values_N = np.concatenate(values)
+            curves[name] = steps_N, values_N if order_N is None else values_N[order_N]
         return curves
 
 
-def _sort_by_step(numbers_N: np.ndarray, steps_N: np.ndarray, values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sorts by step, and keeps the value of each step whose line has the highest number."""
-    if not np.all(steps_N[1:] > steps_N[:-1]):
-        order = np.lexsort((numbers_N, steps_N))
-        steps_N, values_N = steps_N[order], values_N[order]
-        is_last = np.append(steps_N[1:] != steps_N[:-1], True)
-        steps_N, values_N = steps_N[is_last], values_N[is_last]
-    return steps_N, values_N
+def _order_by_step(numbers_N: np.ndarray, steps_N: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns the ascending steps of lines, and for each step the position of its line with the highest number.
+
+    The positions are None if the lines are in order, and each step has one line.
+    """
+    if np.all(steps_N[1:] > steps_N[:-1]):
+        return steps_N, None
+    order = np.lexsort((numbers_N, steps_N))
+    is_last = np.append(np.diff(steps_N[order]) != 0, True)
+    return steps_N[order][is_last], order[is_last]
 
 
 def _group_by_keys(records: Sequence[Record]) -> dict[tuple[str, ...], list[int]]:
