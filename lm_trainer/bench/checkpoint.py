@@ -99,14 +99,14 @@ class _Run:
         self.finished.append(time.perf_counter() - started)
         return seconds
 
-    def measure_host_bytes(self) -> int:
-        """Returns by how many bytes a save raises the peak memory of the process while it trains."""
+    def measure_host_bytes(self) -> int | None:
+        """Returns by how many bytes a save raises the peak memory of the process while it trains; None if unknown."""
         peaks = []
         for run in (self.time_steps, self.time_save_and_steps):
             with PeakMemory() as memory:
                 run()
             peaks.append(memory.peak_bytes)
-        return max(0, peaks[1] - peaks[0])
+        return max(0, peaks[1] - peaks[0]) if peaks[0] else None
 
     def restore(self) -> None:
         """Reads and verifies the newest checkpoint."""
@@ -131,7 +131,9 @@ def _build_timed_writer(path: Path, count: int) -> Callable[[], float]:
     return write
 
 
-def _build_report(run: _Run, timings: dict[str, list[float]], restores: list[float], host_bytes: int) -> BenchResult:
+def _build_report(
+    run: _Run, timings: dict[str, list[float]], restores: list[float], host_bytes: int | None
+) -> BenchResult:
     count, steps = run.num_bytes, run.steps
     spreads = {
         "step": Spread.from_values([seconds / steps for seconds in timings["alone"]]),
@@ -156,7 +158,11 @@ def _build_report(run: _Run, timings: dict[str, list[float]], restores: list[flo
         ("save: the run waits", spreads["blocked"].format_milliseconds()),
         ("save: costs in all", f"{spreads['cost'].format_milliseconds()}, copies, threads and disk over {steps} steps"),
         ("save: on disk within", f"{spreads['finished'].format_milliseconds()}, those steps included"),
-        ("save: host memory", f"{host_bytes / 2**20:,.1f} MiB more than the peak of the steps alone"),
+        *(
+            []
+            if host_bytes is None
+            else [("save: host memory", f"{host_bytes / 2**20:,.1f} MiB more than steps alone")]
+        ),
         (
             "restore, verified",
             f"{spreads['restore'].format_milliseconds()}, {format_si(count / spreads['restore'].median)}B/s",

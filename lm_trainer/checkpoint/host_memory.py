@@ -9,13 +9,11 @@ import jax
 
 def local_bytes(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
     """Returns the number of bytes of each array that the devices of this process hold, without replicas."""
-    return {name: _local_bytes(x) for name, x in arrays.items()}
-
-
-def _local_bytes(x: jax.Array) -> int:
-    parts = {tuple(axis.indices(size) for axis, size in zip(s.index, x.shape, strict=True)): s.data.nbytes
-             for s in x.addressable_shards}  # fmt: skip
-    return sum(parts.values())
+    # Replicas of a shard have equal indices.
+    shards = {
+        name: {str(shard.index): shard.data.nbytes for shard in x.addressable_shards} for name, x in arrays.items()
+    }
+    return {name: sum(sizes.values()) for name, sizes in shards.items()}
 
 
 def group_by_bytes(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:

@@ -146,9 +146,9 @@ class DiskWriter:
         if limit is None or sum(sizes.values()) <= limit:
             return False
         # Orbax copies arrays as a whole, and refuses those that are not smaller than the limit.
-        limit = max(limit, max(sizes.values()) + 1)
-        if limit != self._transfer_bytes:
-            self._transfer_bytes = limit
+        transfer_bytes = max(limit, max(sizes.values()) + 1)
+        if transfer_bytes != self._transfer_bytes:
+            self._transfer_bytes = transfer_bytes
             self._orbax.close()
             self._reopen()
         return True

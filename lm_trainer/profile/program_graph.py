@@ -130,9 +130,7 @@ class _Hasher:
         if op.opcode in _SHAPES and _normalize_shape(op.shape) == _normalize_shape(computation[op.operands[0]].shape):
             return operands[0]
         if op.opcode == "get-tuple-element":
-            index = int(re.findall(r"index=(\d+)", op.attributes)[0])
-            elements = operands[0]
-            return elements[index] if isinstance(elements, tuple) else _digest("element", index, elements)
+            return _element(operands[0], int(re.findall(r"index=(\d+)", op.attributes)[0]))
         if op.opcode == "tuple":
             return tuple(operands)
         if _PIECES in op.attributes and (whole := _prefetched_whole(op, computation)) is not None:
@@ -174,8 +172,8 @@ class _Hasher:
             state = tuple(hashes)
             stop, following = (self._hash_call(name, [state]) for name in (condition, body))
             hashes = [
-                _digest(first, _flatten_value(value), _flatten_value(stop))
-                for first, value in zip(start, following, strict=True)
+                _digest(first, _flatten_value(_element(following, index)), _flatten_value(stop))
+                for index, first in enumerate(start)
             ]
         # With the hashes of all values, because equal values of two loops may depend on values that differ.
         return tuple(_digest("while", self._relevant_attributes(op), value, *sorted({*hashes})) for value in hashes)
@@ -223,18 +221,26 @@ def _prefetched_whole(op: Instruction, computation: Computation) -> str | None:
 
     A TPU compiler may copy an array to fast memory in pieces (`slice-start`).
     """
-    starts = [computation[computation[name].operands[0]] for name in op.operands if computation[name].operands]
-    bounds = [_BOUNDS.findall(start.attributes.partition("slice={")[2].partition("}")[0]) for start in starts]
-    sources = {start.operands[0] for start in starts if start.opcode == "slice-start"}
-    if len(starts) != len(op.operands) or len(sources) != 1 or not all(bounds):
+    copies = [computation[name] for name in op.operands]
+    if any(copy.opcode != "slice-done" for copy in copies):
         return None
-    (source,) = sources
+    starts = [computation[copy.operands[0]] for copy in copies]
+    source = starts[0].operands[0]
     sizes = array_dimensions(computation[source].shape)
+    bounds = [_BOUNDS.findall(start.attributes.partition("slice={")[2].partition("}")[0]) for start in starts]
     pieces = [[(int(first), int(end)) for first, end in piece] for piece in bounds]
+    # A slice with a stride has other bounds.
+    if any(start.operands[0] != source for start in starts) or any(len(piece) != len(sizes) for piece in pieces):
+        return None
     cut = [axis for axis, size in enumerate(sizes) if any(piece[axis] != (0, size) for piece in pieces)]
     ends = [0, *(piece[cut[0]][1] for piece in pieces)] if len(cut) == 1 else []
     in_order = ends and ends[-1] == sizes[cut[0]] and ends[:-1] == [piece[cut[0]][0] for piece in pieces]
     return source if in_order else None
+
+
+def _element(value: Value, index: int) -> Value:
+    """Returns an element of a tuple."""
+    return value[index] if isinstance(value, tuple) else _digest("element", index, value)
 
 
 def _without_costs(fields: object) -> object:

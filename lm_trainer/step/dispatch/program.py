@@ -68,7 +68,7 @@ def create_programs(
     *,
     by_all_processes: bool = False,
 ) -> list[Program]:
-    """Creates a program for each of several device sets, and compiles them unless in a rehearsal that does not.
+    """Creates a program for each of several device sets, and compiles them, except in a rehearsal without compilation.
 
     Args:
         program: description of the program.
