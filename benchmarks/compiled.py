@@ -202,22 +202,26 @@ def report(kind: str, rows: list[dict[str, Any]]) -> Iterator[str]:
     yield "plan` has it without this compiler; TFLOP of products and attention kernels, and the part of them that the"
     yield "model needs without recomputation; GB read and written, GB sent. The MFU lies between these bounds if"
     yield "products, memory and links reach the figures of their datasheet: the lower one if nothing overlaps, the"
-    yield "higher one if all does. The expected MFU is that of `lmt plan`, with efficiencies of microbenchmarks."
+    yield "higher one if all does in each program. The expected MFU has efficiencies of microbenchmarks. The overlap is"
+    yield "the share of gathers and reductions of layers whose programs compute another layer; the rest are separate,"
+    yield "because the compiler would compute that layer otherwise."
     yield ""
     yield from NOTES[kind]
-    yield "| step | peak GB | planned GB | in | TFLOP | needed | GB moved | GB sent | s | MFU | bound by | expected |"
-    yield "|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---|---:|"
+    columns = ("step", "peak GB", "planned GB", "in", "TFLOP", "needed", "GB moved", "GB sent", "s", "MFU", "bound by")
+    yield f"| {' | '.join(columns)} | expected | overlap |"
+    yield "|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---|---:|---:|"
     for row in rows:
         if "failed" in row:
-            yield f"| {row['case']} | | | does not compile: {row['failed']} | | | | | | | | |"
+            yield f"| {row['case']} | | | does not compile: {row['failed']} | | | | | | | | | |"
             continue
         seconds, mfu = row["seconds"], row["mfu"]
+        overlap = f"{row['overlapped_share']:.0%}" if "layerwise" in row["case"] else ""
         yield (
             f"| {row['case']} | {row['peak'] / 1e9:.2f} | {row['planned'] / 1e9:.2f} "
             f"({row['planned'] / row['peak'] - 1:+.0%}) | {row['phase']} | {row['flops'] / 1e12:.1f} | "
             f"{row['model_flops'] / row['flops']:.0%} | {row['bytes_moved'] / 1e9:.0f} | "
             f"{row['bytes_sent'] / 1e9:.1f} | {seconds['least']:.2f} to {seconds['most']:.2f} | {mfu['least']:.0%} to "
-            f"{mfu['most']:.0%} | {row['bound_by']} | {row['expected_mfu']:.0%} |"
+            f"{mfu['most']:.0%} | {row['bound_by']} | {row['expected_mfu']:.0%} | {overlap} |"
         )
 
 

@@ -133,8 +133,8 @@ class _Hasher:
             return _element(operands[0], int(re.findall(r"index=(\d+)", op.attributes)[0]))
         if op.opcode == "tuple":
             return tuple(operands)
-        if _PIECES in op.attributes and (whole := _prefetched_whole(op, computation)) is not None:
-            return values[whole]
+        if _PIECES in op.attributes and (prefetched := _prefetched_array(op, computation)) is not None:
+            return values[prefetched]
         if op.opcode in _CALLS:
             return self._hash_call(op.called_computations("calls", "to_apply")[0], operands)
         if op.opcode == "fusion":
@@ -216,7 +216,7 @@ class _Hasher:
         return json.dumps({key: _without_costs(fields[key]) for key in _TILES if key in fields}, sort_keys=True)
 
 
-def _prefetched_whole(op: Instruction, computation: Computation) -> str | None:
+def _prefetched_array(op: Instruction, computation: Computation) -> str | None:
     """Returns the name of the array that an operation joins from pieces; None if they are not the whole array in order.
 
     A TPU compiler may copy an array to fast memory in pieces (`slice-start`).
