@@ -43,6 +43,7 @@ _ACCUMULATES = frozenset(("convolution", "dot", "reduce", "reduce-window", "scat
 """Operations whose order of additions may depend on tile sizes."""
 
 _PIECES = 'custom_call_target="ConcatBitcast"'
+_MEMORY_SPACE = re.compile(r":?S\(\d+\)(?=\})")
 _BOUNDS = re.compile(r"\[(\d+):(\d+)\]")
 
 _LAYOUT = re.compile(r"\{[^{}]*\}")
@@ -219,7 +220,7 @@ class _Hasher:
 def _prefetched_array(op: Instruction, computation: Computation) -> str | None:
     """Returns the name of the array that an operation joins from pieces; None if they are not the whole array in order.
 
-    A TPU compiler may copy an array to fast memory in pieces (`slice-start`).
+    A TPU compiler may copy an array to fast memory in pieces (`slice-start`), also as a sequence of bytes.
     """
     copies = [computation[name] for name in op.operands]
     if any(copy.opcode != "slice-done" for copy in copies):
@@ -234,8 +235,17 @@ def _prefetched_array(op: Instruction, computation: Computation) -> str | None:
         return None
     cut = [axis for axis, size in enumerate(sizes) if any(piece[axis] != (0, size) for piece in pieces)]
     ends = [0, *(piece[cut[0]][1] for piece in pieces)] if len(cut) == 1 else []
-    in_order = ends and ends[-1] == sizes[cut[0]] and ends[:-1] == [piece[cut[0]][0] for piece in pieces]
-    return source if in_order else None
+    if not ends or ends[-1] != sizes[cut[0]] or ends[:-1] != [piece[cut[0]][0] for piece in pieces]:
+        return None
+    viewed = computation[source].operands if computation[source].opcode == "bitcast" else []
+    # The bytes are joined as they are, so the layout must be the same too.
+    arrays = [name for name in (source, *viewed) if _in_memory(computation[name]) == _in_memory(op)]
+    return arrays[0] if arrays else None
+
+
+def _in_memory(op: Instruction) -> str:
+    """Returns dtype, sizes and layout of an array, in whichever memory."""
+    return _MEMORY_SPACE.sub("", op.shape)
 
 
 def _element(value: Value, index: int) -> Value:

@@ -33,11 +33,32 @@ ENTRY %main (x: f32[4,8]) -> f32[4,8] {
 """
 
 
+BYTES = """
+HloModule bytes
+
+ENTRY %main (x: f32[4,8]) -> f32[4,8] {{
+  %x = f32[4,8]{{1,0}} parameter(0)
+  %bytes = s8[128]{{0}} bitcast(%x)
+  %start.0 = ((s8[128]{{0}}), s8[64]{{0:S(1)}}, s32[]) slice-start(%bytes), slice={{[0:64]}}
+  %start.1 = ((s8[128]{{0}}), s8[64]{{0:S(1)}}, s32[]) slice-start(%bytes), slice={{[64:128]}}
+  %done.0 = s8[64]{{0:S(1)}} slice-done(%start.0)
+  %done.1 = s8[64]{{0:S(1)}} slice-done(%start.1)
+  %joined = f32[4,8]{{{layout}:S(1)}} custom-call(%done.0, %done.1), custom_call_target="ConcatBitcast"
+  ROOT %result = f32[4,8]{{1,0}} negate(%joined)
+}}
+"""
+
+
 def test_an_array_that_is_prefetched_in_pieces_is_the_array() -> None:
     whole = output_hashes(WHOLE)
     assert output_hashes(PIECES.format(rows=2, operands="%done.0, %done.1")) == whole
-    assert output_hashes(PIECES.format(rows=2, operands="%done.1, %done.0")) != whole
-    assert output_hashes(PIECES.format(rows=1, operands="%done.0, %done.1")) != whole
+    assert output_hashes(BYTES.format(layout="1,0")) == whole
+    for other in (
+        PIECES.format(rows=2, operands="%done.1, %done.0"),
+        PIECES.format(rows=1, operands="%done.0, %done.1"),
+        BYTES.format(layout="0,1"),
+    ):
+        assert output_hashes(other) != whole
 
 
 def hashes_of_loop(body: Callable[..., dict[str, jax.Array]], order: str) -> list[str]:
