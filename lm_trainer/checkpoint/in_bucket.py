@@ -143,25 +143,27 @@ class BucketWriter:
         record = with_checksum({**record, "layout": layout})
         timer, limit = _SaveTimer(self, step), self._host_bytes
         *groups, last = [[*arrays]] if limit is None else group_by_bytes(local_bytes(arrays), limit)
-        # The copies of a group are freed before those of the next one are made, so training can only continue once the
-        # last group is copied.
+
+        def copy(names: list[str]) -> list[tuple[str, Any, np.ndarray]]:
+            return list(_local_shards({name: arrays[name] for name in names}))
+
+        # Frees the copies of a group before it copies the next group, so training continues after the last copy.
         for names in groups:
-            self._write_shards(list(_local_shards({name: arrays[name] for name in names})), record, timer)
-        shards = list(_local_shards({name: arrays[name] for name in last}))
-        return self._saves.submit(self._write, step, shards, record, timer)
+            self._write_shards(copy(names), record, timer)
+        return self._saves.submit(self._write, step, copy(last), record, timer)
 
     def _write(
         self, step: int, shards: list[tuple[str, Any, np.ndarray]], record: Mapping[str, Any], timer: _SaveTimer
     ) -> None:
-        layout = record["layout"]
+        prefix = record["layout"]["prefix"]
         self._write_shards(shards, record, timer)
-        self._wait_for_all_shards(layout["prefix"], timer)
+        self._wait_for_all_shards(prefix, timer)
         if is_lead():
             self._lock.before_commit(timer.seconds_left())
             timer.check_deadline()
             self.directory.write(record_key(step), _encode_record(record), seconds=timer.seconds_left())
         elif jax.process_count() > 1:
-            while self._array_prefixes(record_key(step)) != [layout["prefix"]]:
+            while self._array_prefixes(record_key(step)) != [prefix]:
                 timer.sleep()
         self._present.add(step)
         self._deletes = True

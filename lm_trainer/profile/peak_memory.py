@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import threading
-from pathlib import Path
 
-_STATUS = Path("/proc/self/status")
-_ANONYMOUS = re.compile(r"^RssAnon:\s+(\d+) kB$", re.MULTILINE)
+from lm_trainer.core.runtime import resident_bytes
+
 _SAMPLE_SECONDS = 0.002
 
 
 class PeakMemory:
-    """Context manager that measures the peak of the memory in use, by reading it every two milliseconds.
-
-    Memory of mapped files does not count. Linux only: `peak_bytes` is 0 on other systems.
+    """Context manager that measures the peak of the resident memory, by reading it every two milliseconds.
 
     Attributes:
-        peak_bytes: largest number of bytes so far.
+        peak_bytes: largest number of bytes so far; 0 where `resident_bytes` is unknown.
     """
 
     def __init__(self) -> None:
@@ -34,8 +30,7 @@ class PeakMemory:
         self._thread.join()
 
     def _sample(self) -> None:
-        while _STATUS.exists():
-            match = _ANONYMOUS.search(_STATUS.read_text())
-            self.peak_bytes = max(self.peak_bytes, 1024 * int(match[1]) if match else 0)
+        while (size := resident_bytes()) is not None:
+            self.peak_bytes = max(self.peak_bytes, size)
             if self._done.wait(_SAMPLE_SECONDS):
                 return
