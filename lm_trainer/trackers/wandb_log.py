@@ -19,7 +19,8 @@ def read_logged_steps(directory: Path, run_id: str, step_key: str) -> dict[str, 
 
     steps: dict[str, set[int]] = defaultdict(set)
     name = escape(run_id)
-    for file in sorted(directory.glob(f"wandb/*run-*-{name}/run-{name}.wandb")):
+    # The directory's name may have a suffix: W&B appends one if it started the same run twice within a second.
+    for file in sorted(directory.glob(f"wandb/*run-*-{name}*/run-{name}.wandb")):
         for content in _iter_records(file.read_bytes()):
             try:
                 keys = {item.key or item.nested_key[0]: item for item in Record.FromString(content).history.item}

@@ -193,6 +193,16 @@ def test_wandb_offline_gets_what_its_log_has_lost(wandb: Any, tmp_path: Path) ->
     }
 
 
+def test_wandb_offline_reads_the_log_of_a_second_start_within_a_second(wandb: Any, tmp_path: Path) -> None:
+    config, run_dir = WandbConfig(save_code=False), tmp_path / "run"
+    attempt(run_dir, config, 1, STEPS)
+    assert read_wandb_steps(run_dir)["train/loss"] == [*range(1, STEPS + 1)]
+    (directory,) = run_dir.glob("wandb/offline-run-*")
+    # W&B's own name for it, in `_WandbInit.set_sync_dir_suffix`.
+    directory.rename(f"{directory}-1")
+    assert attempt(run_dir, config, STEPS + 1, STEPS + 1) == []
+
+
 @pytest.mark.slow
 def test_wandb_offline_gets_what_a_kill_took(wandb: Any, tmp_path: Path) -> None:
     config, run_dir = WandbConfig(save_code=False), tmp_path / "run"
