@@ -99,10 +99,15 @@ def _bits_and_index(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def find_non_finite(arrays: Mapping[str, jax.Array]) -> list[str]:
     """Returns the names of the arrays that contain a NaN or an infinity. All processes must call this function."""
-    values = _all_finite({name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)})
-    return [name for name, value in values.items() if not np.asarray(value.addressable_data(0))]
+    finite = {
+        name: np.isfinite(np.asarray(x)).all() if _is_small(x) else wait_on_cpu(_all_finite(x))
+        for name, x in arrays.items()
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+    }
+    return [name for name, value in finite.items() if not _read_scalar(value)]
 
 
+# One program per shape, as for `_on_devices`.
 @jax.jit
-def _all_finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name: jnp.all(jnp.isfinite(x)) for name, x in arrays.items()}
+def _all_finite(x: jax.Array) -> jax.Array:
+    return jnp.isfinite(x).all()

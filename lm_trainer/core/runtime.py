@@ -199,11 +199,11 @@ def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_thread
         directory = f"{directory}/{_threads_from_environment() or available_cores()}-threads"
     values: dict[str, Any] = {"jax_compilation_cache_dir": directory}
     # The GPU compiler selects kernels by timing them, so all programs are cached. Otherwise, the order of a sum might
-    # change at each start. Elsewhere, compiling a program below this time is faster than reading it.
+    # change at each start. Elsewhere, compiling a program below this time costs about as much as reading it.
     if _any_exists(_GPU_FILES):
         values["jax_persistent_cache_min_compile_time_secs"] = 0.0
     elif _MIN_COMPILE_TIME_VARIABLE not in os.environ:
-        values["jax_persistent_cache_min_compile_time_secs"] = 0.5
+        values["jax_persistent_cache_min_compile_time_secs"] = 0.1
     if "://" in directory:
         # JAX makes XLA store its kernel choices in the same directory, but XLA only writes to local directories, so it
         # would create a directory named `gs:...`, or fail. The cached programs contain the choices.

@@ -339,7 +339,7 @@ print(jax.config.jax_persistent_cache_min_compile_time_secs)
     [
         ("/dev/null", {}, "0.0\n"),
         ("/dev/null", {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "7"}, "0.0\n"),
-        ("/dev/absent", {}, "0.5\n"),
+        ("/dev/absent", {}, "0.1\n"),
         ("/dev/absent", {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "7"}, "7.0\n"),
     ],
 )

@@ -114,6 +114,8 @@ def list_library_documents() -> tuple[LibraryDocument, ...]:
     return tuple(sorted(documents))
 
 
+# Called for every document; Python computes its paths again at each call.
+@lru_cache(maxsize=1)
 def _library_root() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
