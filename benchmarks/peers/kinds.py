@@ -43,18 +43,19 @@ class Kind:
     options: Mapping[str, Any] = field(default_factory=dict)
     prepares: bool = False
     """True if the allocator has the same settings as in `lmt` on a CPU."""
-    torch: bool = False
 
 
 KINDS = {
     "lmt": Kind("lmt_step", {"determinism": "elastic"}, prepares=True),
     "lmt fast": Kind("lmt_step", {"determinism": "fast"}, prepares=True),
     "jax twin": Kind("jax_twin", prepares=True),
-    "torch eager": Kind("torch_step", torch=True),
-    "torch compile": Kind("torch_step", {"compiled": True}, torch=True),
-    "torch eager+alloc": Kind("torch_step", prepares=True, torch=True),
-    "torch compile+alloc": Kind("torch_step", {"compiled": True}, prepares=True, torch=True),
-    "transformers": Kind("torch_step", {"transformers": True}, torch=True),
+    "nnx": Kind("nnx_step"),
+    "levanter": Kind("levanter_step"),
+    "torch eager": Kind("torch_step"),
+    "torch compile": Kind("torch_step", {"compiled": True}),
+    "torch eager+alloc": Kind("torch_step", prepares=True),
+    "torch compile+alloc": Kind("torch_step", {"compiled": True}, prepares=True),
+    "transformers": Kind("torch_step", {"transformers": True}),
 }
 
 

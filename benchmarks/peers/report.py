@@ -14,7 +14,7 @@ from benchmarks.peers.shapes import Shape
 from benchmarks.setting import describe_setting, markdown_table
 
 REFERENCE = "lmt"
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "transformers")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "transformers", "levanter")
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,9 @@ class Results:
         """Returns the CPU seconds per step in each turn."""
         return [statistics.mean(steps.cpu) for steps in self.turns[kind]]
 
+    def setting(self) -> str:
+        return describe_setting(*(package for package in _PACKAGES if package not in self.missing))
+
     def idle_share(self) -> float:
         """CPU seconds of the waiting processes per CPU second of the working process."""
         turns = [steps for kind_turns in self.turns.values() for steps in kind_turns]
@@ -55,7 +58,7 @@ class Results:
         """Returns all raw data."""
         return {
             "command": self.command,
-            "setting": describe_setting(*PACKAGES),
+            "setting": self.setting(),
             "load": self.load,
             "shape": vars(self.shape),
             "device": self.device,
@@ -76,7 +79,7 @@ def report(results: Results) -> Iterator[str]:
     yield from _caption(results)
     yield ""
     yield _steps_table(results)
-    bases = [kind for kind in results.turns if KINDS[kind].torch]
+    bases = [kind for kind in results.turns if KINDS[kind].module != "lmt_step"]
     if bases:
         yield ""
         yield "A step's time by that of a step of the kind in the column, median over the turns:"
@@ -92,7 +95,7 @@ def report(results: Results) -> Iterator[str]:
 def _caption(results: Results) -> Iterator[str]:
     shape = results.shape
     precision = "float32" if results.device == "cpu" else "bfloat16 products, float32 weights"
-    yield f"`{results.command}`: {describe_setting(*PACKAGES)}"
+    yield f"`{results.command}`: {results.setting()}"
     yield (
         f"{shape.describe()}; {results.parameters / 1e6:.1f} M parameters, {precision}, AdamW, no dropout, nothing "
         f"recomputed. `lmt` cuts the rows into {shape.elastic_shards} microbatches, `lmt fast` does not."
