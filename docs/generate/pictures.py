@@ -272,6 +272,30 @@ def roofline() -> None:
     save("roofline", draw)
 
 
+def peers() -> None:
+    """Speeds of a training step in lm_trainer and other frameworks, relative to PyTorch compiled."""
+    from docs.generate.peers import KINDS, SHAPES, read_peers
+
+    shown = ("lmt", "lmt fast", "jax twin", "levanter", "torch eager", "torch compile+alloc")
+    results = {label: read_peers(shape).milliseconds for shape, label in SHAPES.items()}
+
+    def draw(figure: Any, axis: Any, colors: dict[str, str]) -> None:
+        width = 0.8 / len(shown)
+        palette = dict(zip(shown, (*COLORS[:4], colors["grid"], colors["ink"]), strict=True))
+        for index, kind in enumerate(shown):
+            speeds = [times["torch compile"] / times[kind] if kind in times else 0 for times in results.values()]
+            positions = np.arange(len(results)) + (index - len(shown) / 2 + 0.5) * width
+            axis.bar(positions, speeds, width, color=palette[kind], label=KINDS[kind].replace("`", ""))
+        axis.axhline(1, color=colors["ink"], linewidth=0.8, linestyle=(0, (3, 3)))
+        axis.set_xticks(range(len(results)), [label.replace(", ", "\n", 1) for label in results], fontsize=9)
+        axis.set_ylabel("speed, PyTorch compiled = 1")
+        axis.grid(axis="y", alpha=0.4)
+        axis.set_axisbelow(True)
+        figure.legend(loc="outside upper center", ncols=3, fontsize=9, columnspacing=1.2)
+
+    save("peers", draw)
+
+
 def diff() -> None:
     """The losses of two runs whose learning rates differ by a thousandth, and the step at which their bits diverge."""
     first = finished("devices-1", 1)
@@ -314,7 +338,7 @@ def home() -> None:
     (PICTURES / "home.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-DRAWN = {function.__name__: function for function in (home, curves, tokens, ladder, transfer, roofline, diff)}
+DRAWN = {function.__name__: function for function in (home, curves, tokens, ladder, transfer, roofline, peers, diff)}
 
 
 def main(names: Sequence[str]) -> None:
