@@ -1,7 +1,7 @@
 """The training step of Levanter's trainer with Levanter's models, as `pip install levanter` installs it.
 
 The loss is Levanter's cross-entropy over the targets of the batch. Levanter itself takes the targets from the same row
-of tokens and so leaves out the last position, which would give another loss than that of the other kinds.
+of tokens, and so leaves out the last position; its loss would differ from the losses of the other kinds.
 """
 
 from __future__ import annotations
