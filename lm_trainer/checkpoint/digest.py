@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -45,6 +45,24 @@ def compute_hashes(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, st
     return {name: "".join(f"{part:08x}" for part in sums) for name, sums in _compute_sums(_salted_sums, arrays).items()}
 
 
+def compile_checksums(arrays: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Compiles the programs of `compute_checksums` for arrays with these shapes and shardings, in any thread."""
+    for x in _distinct_large(arrays):
+        _on_devices.lower(_checksum, x).compile()
+
+
+def compile_hashes(arrays: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Compiles the programs of `compute_hashes` and `find_non_finite` for such arrays, in any thread."""
+    for x in _distinct_large(arrays):
+        _on_devices.lower(_salted_sums, x).compile()
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            _all_finite.lower(x).compile()
+
+
+def _distinct_large(arrays: Mapping[str, jax.ShapeDtypeStruct]) -> Iterable[jax.ShapeDtypeStruct]:
+    return {(x.shape, x.dtype, x.sharding): x for x in arrays.values() if not _is_small(x)}.values()
+
+
 SumFunction = Callable[[Any, Any], list[Any]]
 """Function that takes the bits and indices of all elements (JAX or NumPy arrays) and returns sums modulo 2^32."""
 
@@ -66,11 +84,13 @@ def _compute_sums(sums: SumFunction, arrays: Mapping[str, jax.Array | np.ndarray
     return {name: [_read_scalar(value) for value in values] for name, values in started.items()}
 
 
-def _is_small(x: jax.Array | np.ndarray) -> bool:
+def _is_small(x: jax.Array | jax.ShapeDtypeStruct | np.ndarray) -> bool:
     """Returns True if it is cheaper to process the array with NumPy, in the memory of this process."""
     if isinstance(x, np.ndarray):
         return x.size <= _SMALL
-    return x.size <= _SMALL and x.is_fully_addressable and next(iter(x.devices())).platform == "cpu"
+    sharding = x.sharding
+    assert sharding is not None
+    return x.size <= _SMALL and sharding.is_fully_addressable and next(iter(sharding.device_set)).platform == "cpu"
 
 
 # Compiling one program per shape is faster than compiling one for all arrays, because many arrays have the same shape.

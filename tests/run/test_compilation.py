@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
+from lm_trainer.checkpoint.digest import compute_checksums, compute_hashes, find_non_finite
 from lm_trainer.optim import OptimizerConfig
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.trainer import Trainer
+from lm_trainer.run.weights.saved_state import arrays_to_save, compile_hashing
 from tests.run.own_model import OPTIMIZER, Bigrams, Numbered, loss, settings
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -98,6 +101,27 @@ def test_the_second_step_compiles_nothing(compilations: list[str], determinism: 
         compilations.clear()
     assert compiled_by_step[0]
     assert compiled_by_step[1:] == [[], []]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_save_compiles_nothing_after_the_programs_were_compiled_in_another_thread(
+    compilations: list[str], devices: int
+) -> None:
+    # So wide that programs hash the matrices, and a width that no other test has.
+    model = {"type": "gpt2", "seq_len": 16, "hidden_dim": 264, "num_layers": 1, "num_heads": 2}
+    config = RunConfig.model_validate({"model": model, "trainer": {"train_batch_size": 8, "elastic_shards": 2}})
+    setup = build_setup(config, 61, jax.devices()[:devices])
+    state = setup.init()
+    compilations.clear()
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(compile_hashing, setup).result()
+    assert {*compilations} == {"jit(_on_devices)", "jit(_all_finite)"}
+    compilations.clear()
+    arrays = arrays_to_save(state, setup)
+    assert len(compute_hashes(state.params)) == len(state.params)
+    assert compute_checksums(arrays).keys() == arrays.keys()
+    assert find_non_finite(state.params) == []
+    assert compilations == []
 
 
 def test_the_compilation_for_another_batch_size_is_no_time_of_a_step(train: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from lm_trainer.parallel.processes import gather_texts
 from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.training.batches import BatchIterator
 from lm_trainer.run.training.metrics import MetricLogger
-from lm_trainer.run.weights.saved_state import Fingerprint, save_state
+from lm_trainer.run.weights.saved_state import Fingerprint, compile_hashing, save_state
 from lm_trainer.step.state.train_state import TrainState
 
 SERIES = "series"
@@ -49,7 +50,7 @@ class Checkpoints:
     ):
         self._store, self._program, self._metrics = store, setup, metrics
         self._data_fingerprint, self._facts, self._watchdog = data_fingerprint, facts, watchdog
-        self._compiled = False
+        self._compilation: Future[None] | None = None
         self._loader_state: Callable[[], Any] = lambda: None
 
     def resume_loader(self, loader: BatchIterator, step: int) -> None:
@@ -75,6 +76,13 @@ class Checkpoints:
             )
         return saved[jax.process_index()] if len(saved) == processes else saved[0]
 
+    def start_compiling(self) -> None:
+        """Starts to compile the programs that check and hash a state, in another thread, while training goes on."""
+        if self._compilation is None:
+            executor = ThreadPoolExecutor(1, "compile hashes")
+            self._compilation = executor.submit(compile_hashing, self._program)
+            executor.shutdown(wait=False)
+
     def is_due(self, step: int) -> bool:
         """Returns True if a permanent checkpoint is due after `step` steps. The result is the same in all processes."""
         return self._store.is_permanent(step)
@@ -94,9 +102,7 @@ class Checkpoints:
             NonFiniteError: if a metric or a parameter is not finite.
             MachineError: if this or the previous save failed.
         """
-        # A state with a non-finite loss must not be saved, so its metrics are read first.
-        self._metrics.flush()
-        self._watchdog.arm(f"the checkpoint of step {state.step}")
+        self._begin(f"the checkpoint of step {state.step}")
         record = {**self._metrics.record_fingerprint(state), **({PERMANENT_KEY: True} if keep else {})}
         self._save(state, record)
 
@@ -106,9 +112,19 @@ class Checkpoints:
 
     def save_copy(self, state: TrainState) -> None:
         """Starts to save a copy of the state in the memory of the machines. Raises the same errors as `save`."""
-        self._metrics.flush()
-        self._watchdog.arm(f"the copy of step {state.step} in memory")
+        self._begin(f"the copy of step {state.step} in memory")
         self._save(state, {"chain": self._metrics.chain}, in_memory=True)
+
+    def _begin(self, save: str) -> None:
+        # A state with a non-finite loss must not be saved, so its metrics are read first.
+        self._metrics.flush()
+        self._watchdog.arm(save)
+        if self._compilation is not None:
+            waits = not self._compilation.done()
+            self._compilation.result()
+            if waits:
+                # Excludes the compilation from the step time.
+                self._metrics.pause()
 
     def _save(self, state: TrainState, record: Mapping[str, Any], *, in_memory: bool = False) -> None:
         record = {
@@ -122,10 +138,6 @@ class Checkpoints:
             **self._loader_states(),
         }
         save_state(self._store, state, self._program, {**self._facts, **record}, in_memory=in_memory)
-        if not self._compiled:
-            self._compiled = True
-            # Excludes the time to compile the programs for checks and hashes from the step time.
-            self._metrics.pause()
 
     def _loader_states(self) -> dict[str, Any]:
         states = [json.loads(text) for text in gather_texts(json.dumps(self._loader_state()))]

@@ -86,7 +86,8 @@ def take_step(run: LoopParts, state: TrainState, batch: Batch, *, loading: float
         loading: time in seconds spent waiting for the batch.
     """
     program, step = run.setup, state.step
-    if run.compilation.ensure_compiled(state, batch, run.norms):
+    compiled = run.compilation.ensure_compiled(state, batch, run.norms)
+    if compiled:
         # Excludes the compilation time from the throughput.
         run.metrics.pause()
     run.bad_batches.keep(step + 1, batch)
@@ -99,6 +100,8 @@ def take_step(run: LoopParts, state: TrainState, batch: Batch, *, loading: float
         state, metrics = program.take_step(state, batch, observer, run.hardware.check_for(step + 1))
     if timer is not None:
         timer.end(metrics["loss"])
+    if compiled and run.records:
+        run.checkpoints.start_compiling()
     rows, seq_len = program.plan.batch_schedule, batch.tokens.shape[1]
     return StepInfo(
         state,

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from lm_trainer.checkpoint.digest import find_non_finite
+from lm_trainer.checkpoint.digest import compile_checksums, compile_hashes, find_non_finite
 from lm_trainer.checkpoint.store import CheckpointStore, Restored
 from lm_trainer.core.errors import NonFiniteError
 from lm_trainer.core.tree import from_named_leaves, named_leaves
@@ -58,6 +58,13 @@ def save_state(
         record = {**record, FROZEN: hash_frozen_params(state.frozen)}
     save = store.save_copy if in_memory else store.save
     save(state.step, arrays, record)
+
+
+def compile_hashing(setup: TrainingSetup) -> None:
+    """Compiles the programs with which the states of a run are checked and hashed, so that no save waits for them."""
+    params, _ = _abstract_state(setup)
+    compile_hashes(params)
+    compile_checksums(abstract_checkpoint(setup))
 
 
 def arrays_to_save(state: TrainState, setup: TrainingSetup) -> dict[str, Any]:
