@@ -51,6 +51,7 @@ class Checkpoints:
         self._store, self._program, self._metrics = store, setup, metrics
         self._data_fingerprint, self._facts, self._watchdog = data_fingerprint, facts, watchdog
         self._compilation: Future[None] | None = None
+        self._saved = False
         self._loader_state: Callable[[], Any] = lambda: None
 
     def resume_loader(self, loader: BatchIterator, step: int) -> None:
@@ -120,11 +121,7 @@ class Checkpoints:
         self._metrics.flush()
         self._watchdog.arm(save)
         if self._compilation is not None:
-            waits = not self._compilation.done()
             self._compilation.result()
-            if waits:
-                # Excludes the compilation from the step time.
-                self._metrics.pause()
 
     def _save(self, state: TrainState, record: Mapping[str, Any], *, in_memory: bool = False) -> None:
         record = {
@@ -138,6 +135,10 @@ class Checkpoints:
             **self._loader_states(),
         }
         save_state(self._store, state, self._program, {**self._facts, **record}, in_memory=in_memory)
+        if not self._saved:
+            self._saved = True
+            # Excludes a wait for the programs from the step time.
+            self._metrics.pause()
 
     def _loader_states(self) -> dict[str, Any]:
         states = [json.loads(text) for text in gather_texts(json.dumps(self._loader_state()))]
