@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.peers.kinds import read_weights
+from benchmarks.peers.kinds import euclidean_norm, read_weights
 from benchmarks.peers.shapes import (
     BETAS,
     EPSILON,
@@ -110,6 +110,14 @@ def mean_loss(shape: Shape, dtype: Any, p: Params, tokens_BS: jax.Array, targets
     return optax.softmax_cross_entropy_with_integer_labels(logits_MV, targets_BS.reshape(-1)).mean()
 
 
+def adamw(decay_mask: Any) -> optax.GradientTransformation:
+    """Returns AdamW after clipping; `decay_mask` is a tree of booleans, or a function of the parameters."""
+    return optax.chain(
+        optax.clip_by_global_norm(MAX_GRAD_NORM),
+        optax.adamw(LEARNING_RATE, *BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY, mask=decay_mask),
+    )
+
+
 class TwinTrainer:
     """A `Trainer` in plain JAX."""
 
@@ -117,16 +125,7 @@ class TwinTrainer:
         self.facts: dict[str, float] = {}
         self.device = jax.default_backend()
         dtype = jnp.float32 if self.device == "cpu" else jnp.bfloat16
-        optimizer = optax.chain(
-            optax.clip_by_global_norm(MAX_GRAD_NORM),
-            optax.adamw(
-                LEARNING_RATE,
-                *BETAS,
-                eps=EPSILON,
-                weight_decay=WEIGHT_DECAY,
-                mask={name: is_decayed(name, x.shape) for name, x in params.items()},
-            ),
-        )
+        optimizer = adamw({name: is_decayed(name, x.shape) for name, x in params.items()})
         gradient = jax.value_and_grad(functools.partial(mean_loss, shape, dtype))
 
         def step(params: Params, state: Any, tokens: jax.Array, targets: jax.Array) -> tuple[Params, Any, jax.Array]:
@@ -148,8 +147,7 @@ class TwinTrainer:
         return float(loss)
 
     def norm(self) -> float:
-        # In float64, so that the order of summation does not affect the comparison of the kinds.
-        return sum(float(np.sum(np.square(np.asarray(x), dtype=np.float64))) for x in self._params.values()) ** 0.5
+        return euclidean_norm(self._params.values())
 
 
 def make(shape: Shape, weights: Path) -> TwinTrainer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,6 +75,11 @@ def make(name: str, shape: Shape, weights: Path) -> Trainer:
         prepare_process()
     module = importlib.import_module(f"benchmarks.peers.{kind.module}")
     return module.make(shape, weights, **kind.options)
+
+
+def euclidean_norm(arrays: Iterable[Any]) -> float:
+    """Returns the norm of all elements, summed in float64, so that their order does not matter."""
+    return sum(float(np.sum(np.square(np.asarray(x), dtype=np.float64))) for x in arrays) ** 0.5
 
 
 def read_weights(path: Path) -> dict[str, np.ndarray]:

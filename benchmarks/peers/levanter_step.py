@@ -25,7 +25,7 @@ from levanter.optim import AdamConfig  # pyright: ignore[reportMissingImports]
 from levanter.tracker import NoopConfig  # pyright: ignore[reportMissingImports]
 from levanter.trainer import Trainer, TrainerConfig  # pyright: ignore[reportMissingImports]
 
-from benchmarks.peers.kinds import read_weights
+from benchmarks.peers.kinds import euclidean_norm, read_weights
 from benchmarks.peers.shapes import (
     BETAS,
     EPSILON,
@@ -113,8 +113,7 @@ class LevanterTrainer:
         return float(info.loss)
 
     def norm(self) -> float:
-        arrays = jax.tree.leaves(eqx.filter(self._state.model, eqx.is_inexact_array))
-        return sum(float(np.sum(np.square(np.asarray(x), dtype=np.float64))) for x in arrays) ** 0.5
+        return euclidean_norm(jax.tree.leaves(eqx.filter(self._state.model, eqx.is_inexact_array)))
 
 
 def make(shape: Shape, weights: Path) -> LevanterTrainer:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from benchmarks.peers.kinds import read_weights
+from benchmarks.peers.kinds import euclidean_norm, read_weights
 from benchmarks.peers.shapes import (
     BETAS,
     EPSILON,
@@ -92,8 +92,7 @@ class LmtTrainer:
         return float(metrics["loss"])
 
     def norm(self) -> float:
-        host = to_host(self._state.params)
-        return sum(float(np.sum(np.square(x, dtype=np.float64))) for x in host.values()) ** 0.5
+        return euclidean_norm(to_host(self._state.params).values())
 
 
 def make(shape: Shape, weights: Path, *, determinism: Literal["elastic", "fast"]) -> LmtTrainer:

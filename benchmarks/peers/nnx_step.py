@@ -10,23 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 
-from benchmarks.peers.jax_twin import attention, rotate
-from benchmarks.peers.kinds import read_weights
-from benchmarks.peers.shapes import (
-    BETAS,
-    EPSILON,
-    LEARNING_RATE,
-    MAX_GRAD_NORM,
-    NORM_EPSILON,
-    WEIGHT_DECAY,
-    Shape,
-    is_decayed,
-    make_batches,
-)
+from benchmarks.peers.jax_twin import adamw, attention, rotate
+from benchmarks.peers.kinds import euclidean_norm, read_weights
+from benchmarks.peers.shapes import NORM_EPSILON, Shape, is_decayed, make_batches
 
 _WEIGHTS = ("kernel", "scale", "embedding")
 """Names in Flax of what transformers calls `weight`."""
@@ -126,14 +115,7 @@ class NnxTrainer:
         dtype = jnp.float32 if self.device == "cpu" else jnp.bfloat16
         self._model = make_model(shape, dtype=dtype, rngs=nnx.Rngs(0))
         load_weights(self._model, weights)
-        self._optimizer = nnx.Optimizer(
-            self._model,
-            optax.chain(
-                optax.clip_by_global_norm(MAX_GRAD_NORM),
-                optax.adamw(LEARNING_RATE, *BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY, mask=decay_mask),
-            ),
-            wrt=nnx.Param,
-        )
+        self._optimizer = nnx.Optimizer(self._model, adamw(decay_mask), wrt=nnx.Param)
         self._batches = [jax.device_put(batch, jax.devices()[0]) for batch in make_batches(shape)]
 
     def step(self, index: int) -> float:
@@ -142,8 +124,7 @@ class NnxTrainer:
         return float(loss)
 
     def norm(self) -> float:
-        arrays = jax.tree.leaves(nnx.state(self._model, nnx.Param))
-        return sum(float(np.sum(np.square(np.asarray(x), dtype=np.float64))) for x in arrays) ** 0.5
+        return euclidean_norm(jax.tree.leaves(nnx.state(self._model, nnx.Param)))
 
 
 def load_weights(model: Gpt2 | Llama, weights: Path) -> None:
