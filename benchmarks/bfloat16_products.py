@@ -9,11 +9,12 @@ column has the dtype of the operands in the compiled program with float32 result
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,9 @@ import torch
 from benchmarks.peers.shapes import SHAPES
 from benchmarks.setting import describe_load, describe_setting, markdown_table
 from lm_trainer.core.runtime import available_cores, configure_jax
+from lm_trainer.profile.timing import measure_interleaved, time_call
+
+Array = TypeVar("Array", jax.Array, torch.Tensor)
 
 TOKENS = 1024
 SECONDS = 0.1
@@ -41,8 +45,11 @@ class Product:
 
     @property
     def flops(self) -> int:
-        left = self.left[::-1] if self.transposes_left else self.left
-        return 2 * left[0] * left[1] * self.right[0 if self.transposes_right else 1]
+        return 2 * math.prod(self.left) * self.right[0 if self.transposes_right else 1]
+
+    def transpose(self, left: Array, right: Array) -> tuple[Array, Array]:
+        """Returns the operands [M, K] and [K, N] of the product, as views."""
+        return left.T if self.transposes_left else left, right.T if self.transposes_right else right
 
 
 def list_products() -> list[Product]:
@@ -64,8 +71,7 @@ def compile_product(product: Product, dtype: jnp.dtype, result: jnp.dtype) -> tu
     left, right = (jnp.asarray(x, dtype) for x in random_operands(product))
 
     def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
-        x, y = x.T if product.transposes_left else x, y.T if product.transposes_right else y
-        return jnp.matmul(x, y, preferred_element_type=result)
+        return jnp.matmul(*product.transpose(x, y), preferred_element_type=result)
 
     program = jax.jit(multiply).lower(left, right).compile()
     return lambda: jax.block_until_ready(program(left, right)), operand_dtype(program.as_text() or "")
@@ -80,8 +86,7 @@ def operand_dtype(hlo: str) -> str:
 
 
 def torch_product(product: Product, dtype: torch.dtype) -> Callable[[], object]:
-    left, right = (torch.tensor(x).to(dtype) for x in random_operands(product))
-    left, right = left.T if product.transposes_left else left, right.T if product.transposes_right else right
+    left, right = product.transpose(*(torch.tensor(x).to(dtype) for x in random_operands(product)))
     return lambda: left @ right
 
 
@@ -92,20 +97,21 @@ def random_operands(product: Product) -> tuple[np.ndarray, np.ndarray]:
 
 def measure_rates(product: Product, kinds: Sequence[Callable[[], object]], turns: int) -> list[float]:
     """Returns the median rate of each kind in GFLOP/s. The kinds take turns."""
-    repeats = []
-    for compute in kinds:
-        compute()
-        started = time.perf_counter()
-        compute()
-        repeats.append(1 + int(SECONDS / (time.perf_counter() - started)))
-    rates: list[list[float]] = [[] for _ in kinds]
-    for _ in range(turns):
-        for compute, count, measured in zip(kinds, repeats, rates, strict=True):
-            started = time.perf_counter()
-            for _ in range(count):
-                compute()
-            measured.append(product.flops * count / (time.perf_counter() - started) / 1e9)
-    return [statistics.median(measured) for measured in rates]
+    seconds = measure_interleaved({str(index): repeated(compute) for index, compute in enumerate(kinds)}, turns)
+    return [product.flops / statistics.median(times) / 1e9 for times in seconds.values()]
+
+
+def repeated(compute: Callable[[], object]) -> Callable[[], float]:
+    """Returns a function that measures the mean time of a product in seconds, over at least `SECONDS`."""
+    compute()
+    count = 1 + int(SECONDS / time_call(compute))
+
+    def repeat() -> None:
+        # Drops each result, because arrays in fresh memory would slow down the products.
+        for _ in range(count):
+            compute()
+
+    return lambda: time_call(repeat) / count
 
 
 def main() -> None:

@@ -150,11 +150,16 @@ class TwinTrainer:
         return euclidean_norm(self._params.values())
 
 
-def make(shape: Shape, weights: Path) -> TwinTrainer:
+def read_params(shape: Shape, weights: Path) -> Params:
+    """Reads weights with their transformers names without the prefix, and matrices as (inputs, outputs)."""
     prefix = "transformer." if shape.family == "gpt2" else "model."
     params = {}
     for name, x in read_weights(weights).items():
         # The matrices of a Llama are stored with the shape (outputs, inputs).
         transposed = name.endswith(("_proj.weight", "lm_head.weight")) and shape.family == "llama"
         params[name.removeprefix(prefix)] = jnp.array(x.T if transposed else x)
-    return TwinTrainer(shape, params)
+    return params
+
+
+def make(shape: Shape, weights: Path) -> TwinTrainer:
+    return TwinTrainer(shape, read_params(shape, weights))

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from benchmarks.peers.jax_twin import adamw, attention, rotate
-from benchmarks.peers.kinds import euclidean_norm, read_weights
+from benchmarks.peers.jax_twin import Params, adamw, attention, read_params, rotate
+from benchmarks.peers.kinds import euclidean_norm
 from benchmarks.peers.shapes import NORM_EPSILON, Shape, is_decayed, make_batches
 
 _WEIGHTS = ("kernel", "scale", "embedding")
@@ -114,7 +114,7 @@ class NnxTrainer:
         make_model = Gpt2 if shape.family == "gpt2" else Llama
         dtype = jnp.float32 if self.device == "cpu" else jnp.bfloat16
         self._model = make_model(shape, dtype=dtype, rngs=nnx.Rngs(0))
-        load_weights(self._model, weights)
+        load_weights(self._model, read_params(shape, weights))
         self._optimizer = nnx.Optimizer(self._model, adamw(decay_mask), wrt=nnx.Param)
         self._batches = [jax.device_put(batch, jax.devices()[0]) for batch in make_batches(shape)]
 
@@ -127,16 +127,11 @@ class NnxTrainer:
         return euclidean_norm(jax.tree.leaves(nnx.state(self._model, nnx.Param)))
 
 
-def load_weights(model: Gpt2 | Llama, weights: Path) -> None:
-    """Replaces the parameters of a model by those in a file, with their transformers names."""
-    arrays = read_weights(weights)
+def load_weights(model: Gpt2 | Llama, params: Params) -> None:
+    """Replaces the parameters of a model, given by their transformers names."""
     state = nnx.state(model, nnx.Param)
     for path, param in nnx.to_flat_state(state):
-        name = transformers_name(path)
-        # Linear layers of a Llama are stored with the shape (outputs, inputs), and some have a prefix.
-        prefixes = ("transformer.", "model.", "")
-        x = next(arrays[prefix + name] for prefix in prefixes if prefix + name in arrays)
-        param.value = jnp.array(x.T if isinstance(model, Llama) and path[-1] == "kernel" else x)
+        param.value = params[transformers_name(path)]
     nnx.update(model, state)
 
 

@@ -1,10 +1,9 @@
 """Speeds next to other frameworks, from the tables that `benchmarks.peers` and `benchmarks.bfloat16_products` write."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from docs.generate.repository import ROOT
+from docs.generate.repository import ROOT, table_rows
 
 RESULTS = ROOT / "benchmarks/results/2-core-epyc"
 SHAPES = {
@@ -41,11 +40,7 @@ class Peers:
 
 def read_peers(shape: str) -> Peers:
     """Reads the results of a shape."""
-    rows = [
-        re.split(r" *\| *", line.strip("| \n"))
-        for line in (RESULTS / f"peers_{shape}.md").read_text(encoding="utf-8").splitlines()
-        if line.startswith("| ") and not line.startswith("| ---")
-    ]
+    rows = table_rows(RESULTS / f"peers_{shape}.md")
     # Three tables: times, ratios of wall time, and the same ratios of CPU time.
     heads = [number for number, cells in enumerate(rows) if cells[0] == "kind"]
     times, (ratio_heads, lmt_ratios) = rows[1 : heads[1]], rows[heads[1] : heads[1] + 2]

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).parents[2]
+from docs.generate.repository import ROOT, table_rows
+
 PICTURES = ROOT / "docs/pictures"
 WORK = Path(".pictures").resolve()
 
@@ -195,8 +196,7 @@ def tokens() -> None:
 
 def ladder() -> None:
     """The losses of a ladder, and the predictions for a larger size made before its run, with intervals."""
-    page = (ROOT / "benchmarks/results/2-core-epyc/ladder_nano.md").read_text(encoding="utf-8")
-    rows = {cells[0]: cells[1:] for cells in (re.split(r" *\| *", line.strip("| ")) for line in page.splitlines())}
+    rows = {name: cells for name, *cells in table_rows(ROOT / "benchmarks/results/2-core-epyc/ladder_nano.md")}
     measured = {name: [float(x) for x in cells] for name, cells in rows.items() if re.fullmatch(r"\d+k", name)}
     larger = [float(x) for x in rows["273k, measured"]]
     predicted = [[float(x) for x in re.findall(r"\d\.\d+", cell)] for cell in rows["273k, registered"]]

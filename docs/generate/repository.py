@@ -25,3 +25,9 @@ def output(name: str) -> str:
     """The output of a command, recorded by `docs.generate.pictures`."""
     text = (DOCS / "pictures" / f"{name}.txt").read_text(encoding="utf-8")
     return f"```text\n{text}```"
+
+
+def table_rows(path: Path) -> list[list[str]]:
+    """Returns the cells of all rows of the tables in a Markdown file, headings included."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [re.split(r" *\| *", line.strip("| ")) for line in lines if line.startswith("| ") and "| ---" not in line]
